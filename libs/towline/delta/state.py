@@ -63,7 +63,7 @@ class RawTensor:
 
     def digest(self) -> str:
         """xxh3-128 of the bytes, 32 hex digits."""
-        return xxhash.xxh3_128_hexdigest(self.data)
+        return xxhash.xxh3_128_hexdigest(self.data.data)
 
 
 ModelState = dict[str, RawTensor]

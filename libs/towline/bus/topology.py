@@ -1,0 +1,154 @@
+"""Every stream, subject, consumer, bucket and limit of a run, as data. Nothing else in Towline spells a subject.
+
+Names include the run, so that many runs share one bus. Streams keep their messages (limits retention), live in files and
+refuse what doesn't fit (discard new): a full stream is back-pressure, never loss. Sizes are shares of the run's budget.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from towline.errors import UsageError
+
+RUN_NAME = re.compile(r"[a-z0-9-]{1,32}")
+
+ACK_WAIT_SECONDS = 120.0
+IN_PROGRESS_SECONDS = 30.0
+REGISTRY_TTL_SECONDS = 15.0
+LEASE_TTL_SECONDS = 15.0
+MAX_ATOMIC_MESSAGES = 1000
+"""nats-server's limit on the messages of one atomic batch; so no group is larger."""
+
+DEFAULT_LANES = ("train", "eval")
+TOKEN = re.compile(r"[A-Za-z0-9_-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSpec:
+    """A stream: its subjects (relative to `towline.RUN.`) and its share of the run's storage budget."""
+
+    key: str
+    subjects: tuple[str, ...]
+    budget_share: float
+    max_msgs_per_subject: int = -1
+    atomic: bool = False
+
+
+CONTROL = StreamSpec("CONTROL", ("control.>",), 0.25, atomic=True)
+TRAJECTORY = StreamSpec("TRAJECTORY", ("trajectory.>",), 0.50)
+OUTCOME = StreamSpec("OUTCOME", ("outcome.>",), 0.15, atomic=True)
+PARTIAL = StreamSpec("PARTIAL", ("partial.>",), 0.06, max_msgs_per_subject=1)
+POLICY = StreamSpec("POLICY", ("policy.>",), 0.01)
+DEAD = StreamSpec("DEAD", ("dead.>",), 0.02)
+STREAMS = (CONTROL, OUTCOME, TRAJECTORY, PARTIAL, POLICY, DEAD)
+"""In the order of creation: where the server's storage runs short, CONTROL and OUTCOME have theirs already."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSpec:
+    """A key-value bucket. `ttl_seconds` None: entries stay."""
+
+    key: str
+    ttl_seconds: float | None
+    history: int = 1
+
+
+REPLICAS = BucketSpec("replicas", REGISTRY_TTL_SECONDS)
+ACKS = BucketSpec("acks", None)
+LEASES = BucketSpec("leases", LEASE_TTL_SECONDS)
+STATUS = BucketSpec("status", REGISTRY_TTL_SECONDS)
+SESSIONS = BucketSpec("sessions", 86400.0)
+IDEMPOTENCY = BucketSpec("idempotency", 86400.0)
+BUCKETS = (REPLICAS, ACKS, LEASES, STATUS, SESSIONS, IDEMPOTENCY)
+BUCKET_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerSpec:
+    """A durable pull consumer that its readers share. Filters are full subjects."""
+
+    stream: str
+    durable: str
+    filters: tuple[str, ...]
+    max_ack_pending: int
+    ack_wait_seconds: float = ACK_WAIT_SECONDS
+    inactive_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The names of one run."""
+
+    run: str
+
+    def __post_init__(self) -> None:
+        if not RUN_NAME.fullmatch(self.run):
+            raise UsageError(f"run name {self.run!r}: use 1 to 32 of a-z, 0-9 and '-'", code="run_name")
+
+    def stream(self, spec: StreamSpec) -> str:
+        return f"towline_{self.run}_{spec.key}"
+
+    def bucket(self, spec: BucketSpec) -> str:
+        return f"towline_{self.run}_{spec.key}"
+
+    def subject(self, relative: str) -> str:
+        """`towline.RUN.` + relative; the inverse is `relative`."""
+        return f"towline.{self.run}.{relative}"
+
+    def relative(self, subject: str) -> str:
+        return subject.removeprefix(f"towline.{self.run}.")
+
+    # CONTROL
+    def task(self, lane: str, version: int | None = None) -> str:
+        return self.subject(f"control.task.{_lane(lane, version)}")
+
+    def reissue(self, lane: str, version: int | None = None) -> str:
+        return self.subject(f"control.reissue.{_lane(lane, version)}")
+
+    def control(self, kind: str) -> str:
+        """`kind`: writer, batch, drop, cancel, admit, eval, fork, snapshot or end."""
+        return self.subject(f"control.{kind}")
+
+    # data
+    def trajectory(self, group: int | str, sample: int) -> str:
+        return self.subject(f"trajectory.{group}.{sample}")
+
+    def score(self, group: int | str, sample: int) -> str:
+        return self.subject(f"outcome.score.{group}.{sample}")
+
+    def failure(self, group: int | str, sample: int) -> str:
+        return self.subject(f"outcome.failure.{group}.{sample}")
+
+    def partial(self, group: int | str, sample: int) -> str:
+        return self.subject(f"partial.{group}.{sample}")
+
+    def policy(self, kind: str) -> str:
+        """`kind`: opened, staged, committed or refused."""
+        return self.subject(f"policy.{kind}")
+
+    def dead(self, stage: str) -> str:
+        return self.subject(f"dead.{stage}")
+
+    # consumers
+    def lane_consumer(self, lane: str, fleet_slots: int, version: int | None = None) -> ConsumerSpec:
+        """The lane's one consumer, from which every worker pulls. An exact version's goes away when nobody pulls."""
+        return ConsumerSpec(
+            stream=self.stream(CONTROL),
+            durable=f"lane-{_lane(lane, version).replace('.', '-')}",
+            filters=(self.task(lane, version), self.reissue(lane, version)),
+            max_ack_pending=max(2 * fleet_slots, 1),
+            inactive_seconds=600.0 if version is not None else None,
+        )
+
+    def reward_consumer(self, max_ack_pending: int = 4096) -> ConsumerSpec:
+        return ConsumerSpec(self.stream(TRAJECTORY), "reward", (self.subject("trajectory.>"),), max_ack_pending, 60.0)
+
+    def publisher_consumer(self) -> ConsumerSpec:
+        return ConsumerSpec(self.stream(POLICY), "publisher", (self.policy("staged"),), 16, 300.0)
+
+
+def _lane(lane: str, version: int | None) -> str:
+    if not TOKEN.fullmatch(lane):
+        raise UsageError(f"lane {lane!r}: use letters, digits, '_' and '-'", code="lane_name")
+    return lane if version is None else f"{lane}.{version}"

@@ -1,0 +1,291 @@
+"""A run's settings: one typed model per part, one TOML file per run, `TOWLINE_SECTION__KEY` in the environment on top.
+
+Every service reads the same file. An unknown key, a wrong type or an impossible value is one line that names the key.
+Import paths (`module:name`) are looked up with the TOML file's folder on `sys.path`, so that a run's own code may lie beside it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
+
+from towline.bus.topology import MAX_ATOMIC_MESSAGES, RUN_NAME
+from towline.errors import UsageError
+
+ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunSettings(_Section):
+    name: str
+    """1 to 32 of a-z, 0-9 and '-'; part of every stream's and object's name."""
+    seed: int = 0
+    steps: Count = 100
+    """Batches to train; the run ends after them."""
+    directory: str = "runs"
+    """Where `towline up` keeps logs, local servers' data and summary.json, under DIRECTORY/NAME."""
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        if not RUN_NAME.fullmatch(value):
+            raise ValueError("use 1 to 32 of a-z, 0-9 and '-'")
+        return value
+
+
+class BusSettings(_Section):
+    url: str = ""
+    """nats://host:port[,…]; empty: `towline up` starts a server of its own."""
+    user: str = ""
+    password: SecretStr = SecretStr("")
+    token: SecretStr = SecretStr("")
+    credentials_file: str = ""
+    budget_bytes: Annotated[int, Field(ge=64 << 20)] = 4 << 30
+    """Storage that the run's streams reserve on the server, in all."""
+    replicas: Annotated[int, Field(ge=1, le=5)] = 1
+    """Copies of each stream in a NATS cluster."""
+    connect_timeout_seconds: Positive = 10.0
+    max_in_flight_bytes: Count = 64 << 20
+
+
+class StoreSettings(_Section):
+    url: str = ""
+    """s3://bucket/prefix or file:///path; empty: `towline up` starts an S3 server of its own."""
+    endpoint: str = ""
+    """http(s)://host:port of the S3 server; empty: AWS_ENDPOINT_URL, then Amazon's."""
+    region: str = "us-east-1"
+    access_key: str = ""
+    secret_key: SecretStr = SecretStr("")
+    """Empty: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."""
+    timeout_seconds: Positive = 30.0
+
+
+class ModelSettings(_Section):
+    source: str = ""
+    """A Hugging Face folder or id: the model before the first step."""
+    revision: str | None = None
+    """The commit of a Hugging Face id."""
+    factory: ImportPath | None = None
+    """Instead of `source`: function(folder: Path, seed: int, **arguments) that writes a Hugging Face folder and returns a
+    line that says how the model came about."""
+    arguments: dict[str, Any] = {}
+    publish_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Of the tensors that the versions carry."""
+
+    @model_validator(mode="after")
+    def _one(self) -> ModelSettings:
+        if bool(self.source) == bool(self.factory):
+            raise ValueError("give either source or factory")
+        return self
+
+
+class PromptSettings(_Section):
+    source: ImportPath
+    """function(tokenizer, seed: int, **arguments) -> towline.environment.prompts.PromptSource for training."""
+    arguments: dict[str, Any] = {}
+    eval_source: ImportPath | None = None
+    eval_arguments: dict[str, Any] = {}
+    environment: ImportPath = "towline.environment.single_turn:SingleTurn"
+
+
+class SamplingSettings(_Section):
+    max_tokens: Count
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    stop_token_ids: tuple[int, ...] | None = None
+    """None: the model's end-of-sequence tokens."""
+
+
+class BufferSettings(_Section):
+    group_size: Annotated[int, Field(ge=1, le=MAX_ATOMIC_MESSAGES)] = 8
+    groups_per_batch: Count = 64
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    """In depths; 0 is the synchronous mode."""
+    max_open_groups: Count = 100_000
+    group_deadline_seconds: Positive = 600.0
+    max_attempts: Count = 8
+    """Failed attempts of one sample before its group is dropped."""
+    off_line: Literal["drop", "keep"] = "drop"
+    snapshot_every_records: Count = 20_000
+
+
+class EvalSettings(_Section):
+    every: Annotated[int, Field(ge=0)] = 10
+    """Depths between evaluations; 0: none. The first and the last version are evaluated in any case but 0."""
+    prompts: Count = 128
+    samples: Annotated[int, Field(ge=1, le=MAX_ATOMIC_MESSAGES)] = 1
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    deadline_seconds: Positive = 120.0
+    exact_hold_seconds: Positive = 30.0
+
+
+class RolloutSettings(_Section):
+    engine: Literal["torch", "sglang", "synthetic"] = "torch"
+    replicas: Count = 1
+    """Worker processes that `towline up` starts."""
+    slots: Count = 64
+    """Samples that one worker generates at a time."""
+    device: str = "cpu"
+    dtype: Literal["bfloat16", "float16", "float32"] = "float32"
+    threads: Count = 1
+    activation: Literal["retract", "in_place", "drain"] = "retract"
+    hold_seconds: Positive = 60.0
+    poll_seconds: Positive = 0.5
+    """How often the LOG is read where no hint comes."""
+    max_context_tokens: Count = 4096
+    arguments: dict[str, Any] = {}
+    """The engine's own."""
+
+
+class RewardSettings(_Section):
+    function: ImportPath
+    """function(sample: towline.verifiers.Sample) -> float | towline.verifiers.Reward."""
+    arguments: dict[str, Any] = {}
+    scope: Literal["sample", "group"] = "sample"
+    max_attempts: Count = 3
+    timeout_seconds: Positive = 30.0
+    concurrency: Count = 64
+
+
+class TrainerSettings(_Section):
+    backend: Literal["torch", "megatron"] = "torch"
+    device: str = "cpu"
+    threads: Count = 1
+    loss: str = "grpo"
+    loss_arguments: dict[str, Any] = {}
+    advantage: str = "group_normalised"
+    correction: str = "none"
+    correction_arguments: dict[str, Any] = {}
+    learning_rate: Positive = 1e-6
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    final_learning_rate_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Linear decay to this share of learning_rate at the last step."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_gradient_norm: Positive = 1.0
+    minibatches: Count = 1
+    """Optimiser steps on one batch."""
+    micro_batch_tokens: Count = 65_536
+    """Padded tokens in one forward pass."""
+    checkpoint_every: Count = 20
+    """Versions between checkpoints."""
+    mode: Literal["auto", "sync", "async"] = "auto"
+    """sync waits for each version's commit before the next step; auto: sync where max_staleness is 0."""
+    delta_mode: str = "default"
+
+
+class PublisherSettings(_Section):
+    verify: Literal["reapply", "sender"] = "reapply"
+    probe_tolerance: Positive = 1e-3
+    poll_seconds: Positive = 0.5
+    anchor_every: Count = 50
+    """Versions between anchors."""
+
+
+class ServiceSettings(_Section):
+    host: str = "127.0.0.1"
+    """Where /healthz, /readyz and /metrics listen."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0: any free one; it's logged and stands in the status."""
+    token: SecretStr = SecretStr("")
+    """Bearer token; needed where host isn't a loopback address."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["json", "console"] = "json"
+    drain_seconds: Positive = 8.0
+
+
+class Settings(_Section):
+    """The whole file."""
+
+    run: RunSettings
+    bus: BusSettings = BusSettings()
+    store: StoreSettings = StoreSettings()
+    model: ModelSettings
+    prompts: PromptSettings
+    sampling: SamplingSettings
+    buffer: BufferSettings = BufferSettings()
+    eval: EvalSettings = EvalSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    reward: RewardSettings
+    trainer: TrainerSettings = TrainerSettings()
+    publisher: PublisherSettings = PublisherSettings()
+    service: ServiceSettings = ServiceSettings()
+
+
+def load_settings(path: Path, overrides: dict[str, Any] | None = None) -> Settings:
+    """The file, then `TOWLINE_SECTION__KEY` from the environment, then `overrides` ({"section.key": value}).
+
+    Puts the file's folder on `sys.path`. Raises `UsageError` with one line a fault.
+    """
+    try:
+        tree = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file; give a run's TOML file", code="config_missing") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise UsageError(f"{path}: {error}", code="config_syntax") from None
+    for name, value in os.environ.items():
+        if name.startswith("TOWLINE_") and "__" in name:
+            section, _, key = name.removeprefix("TOWLINE_").lower().partition("__")
+            _set(tree, section, key, _literal(value))
+    for dotted, value in (overrides or {}).items():
+        section, _, key = dotted.partition(".")
+        _set(tree, section, key, value)
+    try:
+        settings = Settings.model_validate(tree)
+    except ValidationError as error:
+        faults = "; ".join(_fault(item) for item in error.errors(include_url=False, include_input=False))
+        raise UsageError(f"{path}: {faults}", code="config") from None
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return settings
+
+
+def import_object(path: str, setting: str) -> Any:
+    """What `module:name` names; `UsageError` says which setting is wrong and why."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"{setting} = {path!r}: no module {error.name!r}; install it, or put it beside the run's TOML file",
+            code="import",
+        ) from error
+    except AttributeError:
+        raise UsageError(f"{setting} = {path!r}: module {module!r} has no {name!r}", code="import") from None
+
+
+def _set(tree: dict[str, Any], section: str, key: str, value: Any) -> None:
+    table = tree.setdefault(section, {})
+    if not isinstance(table, dict):
+        raise UsageError(f"[{section}] must be a table", code="config")
+    table[key] = value
+
+
+def _literal(text: str) -> Any:
+    """An environment variable's value, read as TOML where it is that, else as a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _fault(item: Any) -> str:
+    where = ".".join(str(part) for part in item["loc"]) or "the file"
+    if item["type"] == "extra_forbidden":
+        return f"{where}: unknown key; remove it or correct its spelling"
+    if item["type"] == "missing":
+        return f"{where}: missing; it has no default"
+    return f"{where}: {item['msg'].removeprefix('Value error, ')}"
