@@ -86,3 +86,9 @@ class EngineError(TowlineError):
     """The engine failed; the worker decides between a retry, a restart and a failure record."""
 
     default_code = "engine"
+
+
+class VerifierError(TowlineError):
+    """A reward function failed, ran over its time or returned no reward: try again a few times, then drop the group."""
+
+    default_code = "verifier"

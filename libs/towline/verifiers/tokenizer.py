@@ -1,0 +1,67 @@
+"""Text from token IDs, without torch: a model folder's tokenizer, read when it is first needed.
+
+`transformers` reads every kind of folder where it is installed; else `tokenizers` reads a tokenizer.json.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from towline.errors import UsageError
+
+
+class Tokenizer(Protocol):
+    """What a verifier may ask of a tokenizer; Hugging Face's have it."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
+
+
+class LazyTokenizer:
+    """Loads the tokenizer at the first use, once, from any thread: most runs that score token IDs never need it."""
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load = load
+        self._lock = threading.Lock()
+        self._loaded: Any = None
+
+    @property
+    def loaded(self) -> Any:
+        if self._loaded is None:
+            with self._lock:
+                if self._loaded is None:
+                    self._loaded = self._load()
+        return self._loaded
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        text: str = self.loaded.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loaded, name)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer; `UsageError` where it has none or nothing that reads it is installed."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        return _plain(folder)
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UsageError(f"{folder}: no tokenizer can be read there: {first}", code="tokenizer") from error
+
+
+def _plain(folder: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer as Plain
+    except ImportError:
+        raise UsageError("a tokenizer is needed: pip install 'towline[torch]', or tokenizers", code="tokenizer") from None
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise UsageError(f"{folder}: there is no tokenizer.json; save the model with its tokenizer", code="tokenizer")
+    return Plain.from_file(str(path))
