@@ -56,7 +56,7 @@ def locate(source: str, revision: str | None) -> tuple[Path, str | None]:
 
 
 def convert_folder(source: Path, target: Path, publish_dtype: str) -> None:
-    """Write `source`'s model into the empty folder `target`: the same files and tensor names, floating tensors in `publish_dtype`."""
+    """Write `source`'s model into the folder `target`: the same files and tensor names, floating ones in `publish_dtype`."""
     dtype = PUBLISH_DTYPES[publish_dtype]
     target.mkdir(parents=True, exist_ok=True)
     total = 0

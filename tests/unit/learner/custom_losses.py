@@ -1,0 +1,52 @@
+"""Losses of a user's own, taken by import path: one that records what it is given, and two that aren't finite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from towline.learner.losses.base import LossInputs, LossTerms, token_mean
+
+RECORDED: list[LossInputs] = []
+
+
+def _terms(values: torch.Tensor) -> LossTerms:
+    none = torch.zeros_like(values, dtype=torch.bool)
+    return LossTerms(values, none, none)
+
+
+@dataclass
+class Recording:
+    needs_proximal: ClassVar[bool] = True
+
+    def row_weights(self, lengths: torch.Tensor, rows: float) -> torch.Tensor:
+        return token_mean(lengths)
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        RECORDED.append(inputs)
+        return _terms(-inputs.advantages * inputs.logprobs)
+
+
+@dataclass
+class Broken:
+    """`kind` loss: a value that is NaN. `kind` gradient: a finite value whose gradient is infinite. `first` calls are sound."""
+
+    kind: str
+    first: int = 0
+    calls: list[int] = field(default_factory=list)
+    needs_proximal: ClassVar[bool] = False
+
+    def row_weights(self, lengths: torch.Tensor, rows: float) -> torch.Tensor:
+        return token_mean(lengths)
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        self.calls.append(1)
+        values = -inputs.advantages * inputs.logprobs
+        if len(self.calls) > self.first:
+            if self.kind == "loss":
+                values = values * float("nan")
+            else:
+                values = values + torch.sqrt(inputs.logprobs - inputs.logprobs.detach())
+        return _terms(values)
