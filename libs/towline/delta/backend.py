@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Protocol
 
 from towline.delta import classes, streams
@@ -71,6 +72,13 @@ class NumpyBackend:
 @lru_cache(maxsize=4)
 def backend(name: str | None = None) -> Backend:
     """`name`: numba, numpy, or None for the fastest that is installed."""
+    if name in (None, "numba"):
+        if find_spec("numba") is not None:
+            from towline.delta.kernels import NumbaBackend
+
+            return NumbaBackend()
+        if name is not None:
+            raise UsageError("compiled delta kernels need numba: pip install 'towline[fast]'", code="numba_missing")
     if name in (None, "numpy"):
         return NumpyBackend()
     raise UsageError(f"unknown delta backend {name!r}: numba or numpy", code="backend_unknown")
