@@ -1,0 +1,224 @@
+"""One delivery of a trajectory to its end: a create-only score, a final failure, or another try later.
+
+The order is always the fact first, then the ack, so that a crash between the two only repeats work: a score that stands
+already stays, whoever made it. docs/design/001-protocol.md, section 6, has the rules.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from towline.bus.client import Bus
+from towline.bus.consumer import Delivery
+from towline.bus.topology import OUTCOME
+from towline.config import RewardSettings
+from towline.contract.codec import digest, encode
+from towline.contract.outcome import Failure, FailureStage, Score
+from towline.contract.trajectory import Trajectory, decode_trajectory
+from towline.errors import MalformedError, UnavailableError, VerifierError
+from towline.reward.groups import Groups, Stored
+from towline.verifiers.base import Reward, Verifier, check_reward, check_rewards, sample_of
+from towline.verifiers.runner import Runner
+from towline.verifiers.tokenizer import Tokenizer
+
+RETRY_SECONDS = (1.0, 5.0, 15.0, 30.0)
+"""Before the second, third, … attempt of a verifier; the last one repeats."""
+ROOM_SECONDS = 5.0
+"""Before a score that the bus had no room or no time for is tried again."""
+KEEP_SECONDS = 20.0
+"""How often a delivery that takes long is said to be in progress; well below the consumer's ack wait."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of the deliveries so far."""
+
+    scored: int = 0
+    failed: int = 0
+    retried: int = 0
+    repeated: int = 0
+    """Scores that stood already, by an earlier delivery or another replica."""
+    reward_sum: float = 0.0
+    last_error: str = ""
+
+
+class Scorer:
+    """Scores deliveries of the reward consumer. `handle` never raises for what is wrong with one sample."""
+
+    def __init__(self, bus: Bus, settings: RewardSettings, verifier: Verifier, tokenizer: Tokenizer, replica: str) -> None:
+        self.counts = Counts()
+        self._bus = bus
+        self._settings = settings
+        self._verifier = verifier
+        self._runner = Runner(verifier, timeout_seconds=settings.timeout_seconds, concurrency=settings.concurrency)
+        self._tokenizer = tokenizer
+        self._replica = replica
+        self._groups = Groups(bus) if settings.scope == "group" else None
+        self._at_work: dict[int, tuple[Delivery, float]] = {}
+
+    @property
+    def stuck(self) -> int:
+        """Verifier calls that ran over their time and still go on."""
+        return self._runner.stuck
+
+    def close(self) -> None:
+        self._runner.close()
+
+    async def keep_alive(self) -> None:
+        """Tell the server of deliveries that take long; runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(KEEP_SECONDS / 2)
+            late = time.monotonic() - KEEP_SECONDS / 2
+            for delivery, started in list(self._at_work.values()):
+                if started < late:
+                    await delivery.in_progress()
+
+    async def handle(self, delivery: Delivery) -> None:
+        """Bring one delivery to its end and answer it."""
+        self._at_work[delivery.sequence] = (delivery, time.monotonic())
+        try:
+            await self._handle(delivery)
+        except UnavailableError as error:
+            self.counts.last_error = error.message
+            await delivery.nak(ROOM_SECONDS)
+        finally:
+            self._at_work.pop(delivery.sequence, None)
+
+    async def _handle(self, delivery: Delivery) -> None:
+        try:
+            stored = self._decode(delivery)
+        except MalformedError as error:
+            await self._give_up(delivery, "malformed", error)
+            return
+        if delivery.num_delivered > 1 and await self._stands(stored.trajectory):
+            self.counts.repeated += 1
+            await delivery.ack()
+            return
+        try:
+            if self._groups is None:
+                await self._score_sample(stored)
+            else:
+                await self._score_group(stored, self._groups)
+        except VerifierError as error:
+            self.counts.last_error = error.message
+            if delivery.num_delivered < self._settings.max_attempts:
+                self.counts.retried += 1
+                await delivery.nak(RETRY_SECONDS[min(delivery.num_delivered, len(RETRY_SECONDS)) - 1])
+                return
+            await self._give_up(delivery, "verify", error)
+            return
+        await delivery.ack()
+
+    def _decode(self, delivery: Delivery) -> Stored:
+        trajectory = decode_trajectory(delivery.data)
+        topology = self._bus.topology
+        if topology.trajectory(trajectory.group, trajectory.sample) != delivery.subject or trajectory.run != topology.run:
+            raise MalformedError(
+                f"the trajectory says run {trajectory.run}, group {trajectory.group}, sample {trajectory.sample}; "
+                f"its subject is {delivery.subject}",
+                code="subject",
+                data=delivery.data,
+            )
+        return Stored(trajectory, delivery.sequence, digest(delivery.data))
+
+    async def _stands(self, trajectory: Trajectory) -> bool:
+        return await self._bus.last(OUTCOME, self._bus.topology.score(trajectory.group, trajectory.sample)) is not None
+
+    async def _score_sample(self, stored: Stored) -> None:
+        sample = sample_of(stored.trajectory, self._tokenizer)
+        reward = check_reward(await self._runner.run(sample), self._verifier.name)
+        created = await self._bus.create(*self._message(stored, reward))
+        self._count(created.won, [reward])
+
+    async def _score_group(self, stored: Stored, groups: Groups) -> None:
+        """All of the group's scores at once where this was its last trajectory; else nothing, its last one will do it."""
+        number = stored.trajectory.group
+        groups.remember(number, stored)
+        async with groups.turn(number) as scored:
+            members = None if scored else await groups.complete(stored)
+            if members is None:
+                return
+            samples = [sample_of(member.trajectory, self._tokenizer) for member in members]
+            rewards = check_rewards(await self._runner.run(samples), len(samples), self._verifier.name)
+            messages = [self._message(member, reward) for member, reward in zip(members, rewards, strict=True)]
+            self._count(await self._bus.create_all(messages) is not None, rewards)
+            groups.close(number)
+
+    def _count(self, won: bool, rewards: list[Reward]) -> None:
+        if won:
+            self.counts.scored += len(rewards)
+            self.counts.reward_sum += sum(reward.value for reward in rewards)
+        else:
+            self.counts.repeated += len(rewards)
+
+    def _message(self, stored: Stored, reward: Reward) -> tuple[str, bytes]:
+        trajectory = stored.trajectory
+        score = Score(
+            run=trajectory.run,
+            lane=trajectory.lane,
+            group=trajectory.group,
+            sample=trajectory.sample,
+            group_size=trajectory.group_size,
+            task_sequence=trajectory.task_sequence,
+            trajectory_sequence=stored.sequence,
+            trajectory_digest=stored.digest,
+            reward=reward.value,
+            components=reward.components,
+            verifier=self._verifier.name,
+            policy_tokens=trajectory.policy_tokens,
+            total_tokens=trajectory.tokens.size,
+            version_spans=trajectory.version_spans,
+            finish=trajectory.finish,
+        )
+        return self._bus.topology.score(trajectory.group, trajectory.sample), encode(score)
+
+    async def _give_up(self, delivery: Delivery, stage: FailureStage, error: MalformedError | VerifierError) -> None:
+        """The sample can't be scored: keep the message for people, tell the buffer, then ack."""
+        self.counts.failed += 1
+        self.counts.last_error = error.message
+        await self._bus.dead("reward", delivery.data, error.message, stage=stage, subject=delivery.subject)
+        who = _identify(self._bus.topology.relative(delivery.subject), delivery.data)
+        if who is not None:
+            failure = Failure(
+                run=self._bus.topology.run,
+                lane=who.lane,
+                group=who.group,
+                sample=who.sample,
+                task_sequence=who.task_sequence,
+                delivery=delivery.num_delivered,
+                stage=stage,
+                final=True,
+                reason=error.message,
+                replica=self._replica,
+            )
+            await self._bus.publish(self._bus.topology.failure(who.group, who.sample), encode(failure))
+        await delivery.ack()
+
+
+class _Who(msgspec.Struct):
+    """Whose trajectory it is, as far as it can be known: the subject is certain, the rest is read leniently."""
+
+    lane: str = ""
+    task_sequence: int = 0
+    group: int = 0
+    sample: int = 0
+
+
+_who = msgspec.msgpack.Decoder(_Who)
+
+
+def _identify(subject: str, data: bytes) -> _Who | None:
+    """Group and sample from `trajectory.GROUP.SAMPLE`, lane ("" where unreadable) and task from the message; None for an
+    external group, which no task of this run stands for."""
+    _, group, sample = subject.split(".")
+    if not (group.isdecimal() and sample.isdecimal()):
+        return None
+    try:
+        found = _who.decode(data)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError):
+        found = _Who()
+    return _Who(found.lane, found.task_sequence, int(group), int(sample))
