@@ -1,0 +1,246 @@
+"""A durable pull consumer that many readers share: each message goes to one of them, and again to another if it isn't acked.
+
+A fetch never holds more than was asked for, so that a worker with one free slot takes one task. Acks are flow control, never
+truth: a lost one means a redelivery, which every reader must bear.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from nats.aio.msg import Msg
+
+from towline.bus.connection import Connection, Subscription
+from towline.bus.jetstream import JetStream
+from towline.bus.topology import ConsumerSpec
+from towline.bus.wire import NO_RESPONDERS, NOT_FOUND, ApiError, Blobs, Message, Unsettled, fetch, own_headers, place
+from towline.errors import CorruptError, MissingError, UnavailableError
+
+GRACE_SECONDS = 1.0
+"""What the server's "expired" may take to arrive after the time that was asked for."""
+BLOB_TRIES = 5
+BLOB_DELAY_SECONDS = 5.0
+BLOB_ERROR_HEADER = "Towline-Blob-Error"
+_PAUSE_SECONDS = 0.05
+_NANOSECONDS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery(Message):
+    """A message to be worked on and then acked. `num_delivered` is 1 at the first time.
+
+    The four answers don't wait and don't fail where the bus is away: the message then comes again.
+    """
+
+    num_delivered: int
+    _reply: str = field(repr=False)
+    _connection: Connection = field(repr=False)
+
+    async def ack(self) -> None:
+        """Done with it."""
+        await self._answer(b"+ACK")
+
+    async def nak(self, delay_seconds: float | None = None) -> None:
+        """Somebody else's turn, after `delay_seconds`."""
+        delay = b"" if delay_seconds is None else b' {"delay": %d}' % int(delay_seconds * _NANOSECONDS)
+        await self._answer(b"-NAK" + delay)
+
+    async def in_progress(self) -> None:
+        """Still at it: the ack wait starts anew."""
+        await self._answer(b"+WPI")
+
+    async def term(self) -> None:
+        """Never again, to nobody."""
+        await self._answer(b"+TERM")
+
+    async def _answer(self, text: bytes) -> None:
+        with contextlib.suppress(Unsettled):
+            await self._connection.send(self._reply, text)
+
+
+class Consumer:
+    """A reader's share of a durable consumer, which is made where it's missing and found where it's there."""
+
+    def __init__(self, jetstream: JetStream, spec: ConsumerSpec, blobs: Blobs | None) -> None:
+        self._jetstream = jetstream
+        self._connection = jetstream.connection
+        self._blobs = blobs
+        self.spec = spec
+        self._what = f"consumer {spec.durable} of {spec.stream}"
+        self._inbox = self._connection.new_inbox()
+        self._arrived: deque[Msg] = deque()
+        self._wake = asyncio.Event()
+        self._subscription: Subscription | None = None
+        self._fetch_count = 0
+        self._losses = 0
+        self._forget = self._connection.on_change(self._on_loss)
+        self._turn = asyncio.Lock()
+
+    async def start(self) -> None:
+        if self._subscription is None:
+            await self._bind()
+            self._subscription = await self._connection.subscribe(f"{self._inbox}.*", self._receive)
+
+    async def close(self) -> None:
+        """End this reader's share; the consumer stays."""
+        self._forget()
+        if self._subscription is not None:
+            await self._subscription.close()
+            self._subscription = None
+
+    async def fetch(self, n: int, timeout_seconds: float) -> list[Delivery]:
+        """1 to n messages as soon as there are any; empty after `timeout_seconds`. One fetch at a time; others wait for it.
+
+        `UnavailableError` where the bus stays away for longer than the client's patience.
+        """
+        async with self._turn:
+            clock = asyncio.get_running_loop().time
+            deadline = clock() + timeout_seconds
+            while True:
+                await self._jetstream.patiently(f"fetch from {self._what}", self._awake)
+                try:
+                    taken = await self._pull(n, None)
+                    if not taken and (left := deadline - clock()) > 0:
+                        taken = await self._pull(1, left)
+                        if taken and n > 1:
+                            taken += await self._pull(n - 1, None)
+                except Unsettled as error:
+                    if error.no_responders:
+                        # Gone: nobody pulled for too long, or the server lost it with its disk.
+                        await self._bind()
+                    taken = self._leftover(n)
+                if taken or clock() >= deadline:
+                    deliveries = [await self._delivery(message) for message in taken]
+                    return [delivery for delivery in deliveries if delivery is not None]
+                await asyncio.sleep(_PAUSE_SECONDS)
+
+    async def update(self, *, max_ack_pending: int) -> None:
+        """Let `max_ack_pending` messages be out unacked, from now on."""
+        info = await self._info()
+        if info is None or info["config"]["max_ack_pending"] != max_ack_pending:
+            config = (info["config"] if info else self._config()) | {"max_ack_pending": max_ack_pending}
+            await self._create(config)
+
+    async def pending(self) -> int:
+        """Messages that nobody has been given yet."""
+        info = await self._info()
+        return int(info["num_pending"]) if info else 0
+
+    async def _awake(self) -> None:
+        await self.start()
+
+    async def _pull(self, n: int, seconds: float | None) -> list[Msg]:
+        """Up to n messages: those there are at once (seconds None), or what comes within `seconds`."""
+        taken = self._leftover(n)
+        if taken:
+            return taken
+        self._fetch_count += 1
+        request: dict[str, Any] = {"batch": n}
+        if seconds is None:
+            request["no_wait"] = True
+        else:
+            request["expires"] = max(int(seconds * _NANOSECONDS), 1_000_000)
+        await self._connection.send(
+            f"$JS.API.CONSUMER.MSG.NEXT.{self.spec.stream}.{self.spec.durable}", msgspec.json.encode(request),
+            reply=f"{self._inbox}.{self._fetch_count}",
+        )  # fmt: skip
+        losses = self._losses
+        give_up = asyncio.get_running_loop().time() + (seconds or 0.0) + GRACE_SECONDS
+        while len(taken) < n:
+            message = await self._next_arrived(give_up, losses)
+            if message is None:
+                break
+            if message.reply.startswith("$JS.ACK."):
+                taken.append(message)
+            elif message.subject.rpartition(".")[2] == str(self._fetch_count):
+                if (message.headers or {}).get("Status") == NO_RESPONDERS and not taken:
+                    raise Unsettled(f"{self._what} isn't there", no_responders=True)
+                break
+        return taken
+
+    def _leftover(self, n: int) -> list[Msg]:
+        """Messages that came after their fetch had given up: they are ours all the same."""
+        taken: list[Msg] = []
+        while self._arrived and len(taken) < n:
+            message = self._arrived.popleft()
+            if message.reply.startswith("$JS.ACK."):
+                taken.append(message)
+        return taken
+
+    async def _next_arrived(self, give_up: float, losses: int) -> Msg | None:
+        while not self._arrived:
+            left = give_up - asyncio.get_running_loop().time()
+            if left <= 0 or self._losses != losses:
+                return None
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), left)
+        return self._arrived.popleft()
+
+    async def _delivery(self, message: Msg) -> Delivery | None:
+        """The message with its payload. One whose blob can't be had comes again later, and at last with an empty payload, which
+        no decoder takes: so it ends as malformed, not as a reader that stops at it for ever."""
+        where = place(message.reply)
+        headers = own_headers(message.headers)
+        try:
+            data = await fetch(message.data, headers, self._blobs, message.subject)
+        except (UnavailableError, MissingError, CorruptError) as error:
+            if where.num_delivered <= BLOB_TRIES:
+                delay = b'-NAK {"delay": %d}' % int(BLOB_DELAY_SECONDS * _NANOSECONDS)
+                with contextlib.suppress(Unsettled):
+                    await self._connection.send(message.reply, delay)
+                return None
+            data, headers = b"", {**headers, BLOB_ERROR_HEADER: error.message}
+        return Delivery(
+            message.subject, where.sequence, data, headers, where.at, where.num_delivered, message.reply, self._connection
+        )
+
+    def _receive(self, message: Msg) -> None:
+        self._arrived.append(message)
+        self._wake.set()
+
+    def _on_loss(self) -> None:
+        self._losses += 1
+        self._wake.set()
+
+    async def _bind(self) -> None:
+        """Make the consumer unless it's there; one that is keeps its settings, which others may have updated."""
+        if await self._info() is None:
+            await self._create(self._config())
+
+    async def _info(self) -> dict[str, Any] | None:
+        try:
+            return await self._jetstream.call(f"look at {self._what}", f"CONSUMER.INFO.{self.spec.stream}.{self.spec.durable}")
+        except ApiError as error:
+            if error.code == NOT_FOUND:
+                return None
+            raise error.translated(f"look at {self._what}") from None
+
+    async def _create(self, config: dict[str, Any]) -> None:
+        try:
+            await self._jetstream.call(
+                f"make {self._what}", f"CONSUMER.CREATE.{self.spec.stream}.{self.spec.durable}",
+                {"stream_name": self.spec.stream, "config": config},
+            )  # fmt: skip
+        except ApiError as error:
+            raise error.translated(f"make {self._what}") from None
+
+    def _config(self) -> dict[str, Any]:
+        config: dict[str, Any] = {
+            "name": self.spec.durable,
+            "durable_name": self.spec.durable,
+            "filter_subjects": list(self.spec.filters),
+            "deliver_policy": "all",
+            "ack_policy": "explicit",
+            "ack_wait": int(self.spec.ack_wait_seconds * _NANOSECONDS),
+            "max_deliver": -1,
+            "max_ack_pending": self.spec.max_ack_pending,
+        }
+        if self.spec.inactive_seconds is not None:
+            config["inactive_threshold"] = int(self.spec.inactive_seconds * _NANOSECONDS)
+        return config
