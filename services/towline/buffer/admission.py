@@ -1,0 +1,83 @@
+"""How many groups may be under way, and the tasks of a new one.
+
+Pacing comes before discarding: a group is admitted only when the bound on staleness leaves room for it to be trained. Let
+
+    depth    the LOG's: batches consumed along the lineage
+    waiting  train groups admitted, not dropped, and not consumed in that lineage: open ones, and those of the batches at or
+             above `depth`, which the trainer has yet to commit
+    ahead    min(1 + max_staleness, steps - depth): the batches that a sample begun now, by a version of this depth, may
+             still reach within the bound and within the run
+
+    allowance = min(ahead * groups_per_batch - waiting, max_open_groups - open groups), never below 0
+
+With full batches depth * groups_per_batch groups are consumed, so this is DESIGN 5's rule
+
+    admitted - dropped <= (depth + 1 + max_staleness) * groups_per_batch
+
+It is counted from what waits rather than from what was consumed, so that it holds in three more cases: a partial batch uses up
+its depth and what it lacked isn't admitted on top; a dropped group leaves `waiting` at once; a fork lowers the depth and puts
+the groups of the voided batches back into `waiting`, which may exceed the room for a while: then nothing is admitted.
+
+Example: groups_per_batch 4, max_staleness 1, steps 100. At depth 0: 2 * 4 = 8 groups are admitted. The batch for depth 0 is
+formed: 4 open + 4 batched = 8, no room. Two open groups are dropped: 6, so 2 are admitted. The LOG reaches depth 1: the first
+batch is consumed, 4 wait, 4 are admitted. A fork back to depth 0 voids it: 4 + 8 = 12 > 8; nothing is admitted until the
+batch for depth 0, formed anew, is consumed. At depth 99 one batch is left: 4 groups, whatever the staleness.
+
+The place in the queue gives a task its not_before_depth: the i-th waiting group (from 0) is trained at depth + i //
+groups_per_batch at the earliest, so a version max_staleness below that, and no fresher one, is what it needs.
+"""
+
+from __future__ import annotations
+
+from towline.buffer.view import Unit, View, seed_of
+from towline.contract.control import TaskRecord
+from towline.contract.task import TRAIN, Task, pack_tokens
+from towline.environment.prompts import draw, exhausted
+
+
+def allowance(view: View) -> int:
+    """How many groups may be admitted now."""
+    rules, depth = view.rules, view.depth
+    ahead = min(1 + rules.max_staleness, rules.steps - depth)
+    room = ahead * rules.groups_per_batch - view.state.waiting_groups(depth)
+    return max(0, min(room, rules.max_open_groups - len(view.state.open_train)))
+
+
+def admit(view: View) -> list[Unit]:
+    """New groups, each a unit of its samples' tasks."""
+    rules, state, source = view.rules, view.state, view.sources.train
+    cursor, depth = state.cursor, view.depth
+    waiting = state.waiting_groups(depth)
+    units: list[Unit] = []
+    for place in range(waiting, waiting + allowance(view)):
+        if exhausted(source, cursor):
+            break
+        prompt, cursor = draw(source, cursor)
+        group = state.next_group + len(units)
+        task = Task(
+            run=rules.run,
+            lane=TRAIN,
+            group=group,
+            sample=0,
+            group_size=rules.group_size,
+            prompt=pack_tokens(prompt.tokens),
+            prompt_ref=prompt.ref,
+            cursor=cursor,
+            reference=prompt.reference,
+            environment=rules.environment,
+            sampling=rules.sampling,
+            seed=0,
+            not_before_depth=max(0, depth + place // rules.groups_per_batch - rules.max_staleness),
+            admitted_at=view.now,
+            deadline=view.now + rules.group_deadline_seconds,
+        )
+        units.append(group_unit(task, [seed_of(rules.seed, TRAIN, group, i) for i in range(rules.group_size)]))
+    return units
+
+
+def group_unit(task: Task, seeds: list[int]) -> Unit:
+    """The tasks of one group, which differ in sample and seed."""
+    fields = {name: getattr(task, name) for name in task.__struct_fields__}
+    return tuple(
+        TaskRecord(writer="", task=Task(**(fields | {"sample": index, "seed": seed}))) for index, seed in enumerate(seeds)
+    )

@@ -1,0 +1,81 @@
+"""The state's facts as one message, and the state from it: a snapshot's body, and what "an equal state" means.
+
+Indexes aren't in it: they follow from the facts. Neither are the counts of outcomes that this process saw come late.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from towline.buffer.groups import Batch, Group
+from towline.buffer.state import State
+from towline.contract.codec import SCHEMA, decode, encode
+from towline.contract.control import EndRecord
+from towline.contract.task import Cursor
+
+
+class Dump(msgspec.Struct, frozen=True, kw_only=True):
+    """Every fact of a `State`, in an order that the facts alone decide."""
+
+    schema: int = SCHEMA
+    control_sequence: int
+    outcome_sequence: int
+    writer: str
+    next_group: int
+    cursor: Cursor
+    epoch: int
+    fork_depth: int
+    fork_sequence: int
+    next_depth: int
+    groups: tuple[Group, ...]
+    batches: tuple[Batch, ...]
+    admitted: int
+    evaluated: int
+    dropped: dict[str, int]
+    evals: dict[int, tuple[int, float | None]]
+    eval_groups: dict[int, int]
+    newest_eval: int
+    ended: EndRecord | None
+
+
+_PLAIN = (
+    "control_sequence", "outcome_sequence", "writer", "next_group", "cursor", "epoch", "fork_depth", "fork_sequence",
+    "next_depth", "admitted", "evaluated", "newest_eval", "ended",
+)  # fmt: skip
+_decoder = msgspec.msgpack.Decoder(Dump)
+
+
+def dump(state: State) -> Dump:
+    """The facts. It shares the groups with the state: encode it before the state goes on."""
+    return Dump(
+        **{name: getattr(state, name) for name in _PLAIN},
+        dropped=dict(sorted(state.dropped.items())),
+        evals=dict(sorted(state.evals.items())),
+        eval_groups=dict(sorted(state.eval_groups.items())),
+        groups=tuple(state.groups[number] for number in sorted(state.groups)),
+        batches=tuple(state.batches[depth] for depth in sorted(state.batches)),
+    )
+
+
+def load(facts: Dump) -> State:
+    """A state with these facts, its indexes built anew. It takes the groups over."""
+    state = State()
+    for name in _PLAIN:
+        setattr(state, name, getattr(facts, name))
+    state.dropped, state.evals, state.eval_groups = dict(facts.dropped), dict(facts.evals), dict(facts.eval_groups)
+    state.batches = {batch.for_depth: batch for batch in facts.batches}
+    for group in facts.groups:
+        state.groups[group.number] = group
+        if group.batch is None:
+            state.enter(group)
+    return state
+
+
+def encode_state(state: State) -> bytes:
+    """The snapshot of the state."""
+    return encode(dump(state))
+
+
+def decode_state(data: bytes) -> State:
+    """The state of a snapshot; `MalformedError` where the bytes aren't one."""
+    return load(decode(_decoder, data, "buffer snapshot"))

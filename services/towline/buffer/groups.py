@@ -1,0 +1,117 @@
+"""What the buffer remembers of samples, groups and batches: numbers and digests, never a trajectory.
+
+A group is `open` from its admission; `complete` once each of its samples has a score; `batched` while it stands in a batch
+that no fork has voided. Dropped and evaluated groups are forgotten: their number is below the next one and names nothing.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from towline.contract.outcome import Score
+from towline.contract.task import EVAL, TRAIN, Task
+
+
+class Scored(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A sample's score, as far as batching needs it. The trajectory is named by (sequence, digest)."""
+
+    task_sequence: int
+    sequence: int
+    digest: bytes
+    reward: float
+    policy_tokens: int
+    versions: tuple[int, ...]
+    """The distinct versions of its policy tokens, ascending."""
+
+
+def scored_from(score: Score) -> Scored:
+    return Scored(
+        score.task_sequence,
+        score.trajectory_sequence,
+        score.trajectory_digest,
+        score.reward,
+        score.policy_tokens,
+        tuple(sorted({span.version for span in score.version_spans})),
+    )
+
+
+class Sample(msgspec.Struct):
+    """One sample of a group that isn't closed."""
+
+    task_sequence: int
+    """CONTROL sequence of its newest task or re-issue."""
+    not_before_depth: int
+    attempt: int
+    seed: int
+    failures: dict[tuple[int, int, str], bool] = {}
+    """(task sequence, delivery, stage) -> whether it counts as an attempt."""
+    final: str | None = None
+    """Why it can't be had, by a final failure; its group must be dropped."""
+    cancelled: int = 0
+    """The newest task of it that a cancel record named."""
+    scored: Scored | None = None
+
+    @property
+    def attempts(self) -> int:
+        """Failed attempts. Waiting in vain for a version (`not_ready`, `version_moved`) isn't one: the deadline bounds that."""
+        return sum(self.failures.values())
+
+    @property
+    def failing(self) -> bool:
+        """Its newest task failed and it has no score: it's missing until it is issued again."""
+        return self.scored is None and any(key[0] == self.task_sequence for key in self.failures)
+
+
+class Group(msgspec.Struct):
+    """The samples of one prompt. Once it's batched only their scores are kept."""
+
+    number: int
+    lane: str
+    size: int
+    deadline: float
+    version: int | None
+    """Lane eval: the version that is evaluated."""
+    task: Task | None
+    """The first sample's task, of which the others differ in sample, seed, attempt and not_before_depth. None once batched."""
+    samples: list[Sample | None]
+    batch: int | None = None
+    """for_depth of the batch that it stands in."""
+    scores: int = 0
+    """How many samples have one."""
+
+    @property
+    def complete(self) -> bool:
+        return self.scores == self.size
+
+    @property
+    def is_train(self) -> bool:
+        return self.lane == TRAIN
+
+    @property
+    def is_eval(self) -> bool:
+        return self.lane == EVAL
+
+    def versions(self) -> set[int]:
+        """The versions of all the policy tokens that are in."""
+        found: set[int] = set()
+        for sample in self.samples:
+            if sample is not None and sample.scored is not None:
+                found.update(sample.scored.versions)
+        return found
+
+    def rows(self) -> list[tuple[int, Scored]]:
+        """(sample, score), in order, of those that have one."""
+        return [(i, s.scored) for i, s in enumerate(self.samples) if s is not None and s.scored is not None]
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True):
+    """A batch that no fork has voided."""
+
+    epoch: int
+    for_depth: int
+    sequence: int
+    """Its place in CONTROL."""
+    groups: tuple[int, ...]
+    samples: int
+    staleness: dict[int, int]
+    """for_depth - least depth -> how many of its samples."""

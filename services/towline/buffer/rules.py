@@ -1,0 +1,79 @@
+"""The run's settings as the decider needs them: plain numbers, nothing to look up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from towline.config import Settings
+from towline.contract.task import SamplingParams
+from towline.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How the run admits, bounds, batches, evaluates and ends. Durations are seconds."""
+
+    run: str
+    seed: int
+    steps: int
+    """Batches of the whole run."""
+    group_size: int
+    groups_per_batch: int
+    max_staleness: int
+    max_open_groups: int
+    group_deadline_seconds: float
+    max_attempts: int
+    keep_off_line: bool
+    """Versions off the lineage count from the common ancestor (True) or drop their group (False; always at max_staleness 0)."""
+    sampling: SamplingParams
+    environment: str
+    eval_every: int
+    eval_prompts: int
+    eval_samples: int
+    eval_deadline_seconds: float
+    eval_sampling: SamplingParams
+
+
+def rules_from(settings: Settings, *, stop_token_ids: tuple[int, ...]) -> Rules:
+    """The run's rules; `stop_token_ids` are the model's own, used where the settings name none. `UsageError` if they can't hold."""
+    buffer, sampling = settings.buffer, settings.sampling
+    if buffer.max_open_groups < buffer.groups_per_batch:
+        raise UsageError(
+            f"buffer.max_open_groups = {buffer.max_open_groups} is below buffer.groups_per_batch = {buffer.groups_per_batch}: "
+            "no batch could ever be complete; raise the first or lower the second",
+            code="max_open_groups",
+        )
+    keep: Literal["drop", "keep"] = buffer.off_line
+    params = SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=stop_token_ids if sampling.stop_token_ids is None else sampling.stop_token_ids,
+    )
+    return Rules(
+        run=settings.run.name,
+        seed=settings.run.seed,
+        steps=settings.run.steps,
+        group_size=buffer.group_size,
+        groups_per_batch=buffer.groups_per_batch,
+        max_staleness=buffer.max_staleness,
+        max_open_groups=buffer.max_open_groups,
+        group_deadline_seconds=buffer.group_deadline_seconds,
+        max_attempts=buffer.max_attempts,
+        keep_off_line=keep == "keep" and buffer.max_staleness > 0,
+        sampling=params,
+        environment=settings.prompts.environment,
+        eval_every=settings.eval.every,
+        eval_prompts=settings.eval.prompts,
+        eval_samples=settings.eval.samples,
+        eval_deadline_seconds=settings.eval.deadline_seconds,
+        eval_sampling=SamplingParams(
+            max_tokens=params.max_tokens,
+            temperature=settings.eval.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            stop_token_ids=params.stop_token_ids,
+        ),
+    )

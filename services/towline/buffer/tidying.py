@@ -1,0 +1,107 @@
+"""What ends early or is missing: drops, cancels, and samples to issue again.
+
+A drop is preceded by the cancels of its group's tasks that may still be generated, so that a crash between them leaves a group
+that is dropped all the same after the restart: every reason below still holds then.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from towline.buffer.groups import Group, Sample
+from towline.buffer.view import Unit, View
+from towline.contract.control import CancelRecord, DropRecord, ReissueRecord
+from towline.errors import MissingError
+
+DEADLINE, STALE, OFF_LINE, UNKNOWN_VERSION = "deadline", "stale", "off_line", "unknown_version"
+ATTEMPTS, VERSION_GONE, END_OF_RUN = "attempts", "version_gone", "end_of_run"
+
+
+def tidy(view: View) -> list[Unit]:
+    """Drops first, then what is missing in the groups that stay, then tasks that nobody needs any more."""
+    state = view.state
+    reasons = _doomed(view)
+    units: list[Unit] = []
+    for number, reason in reasons.items():
+        units.extend(_drop(state.groups[number], reason))
+    for number, index in dict.fromkeys([*state.failing, *state.stranded]):
+        if number not in reasons:
+            units.extend(_reissue(view, state.groups[number], index))
+    for number, index in state.surplus:
+        sample = state.groups[number].samples[index]
+        if number not in reasons and sample is not None:
+            units.append((_cancel(number, index, sample, "scored"),))
+    return units
+
+
+def over_bound(view: View, version: int) -> str | None:
+    """Why tokens of this version can't be in the next batch, or None. Here, and only here, staleness is decided:
+    the next batch's depth - the version's effective depth <= max_staleness."""
+    lineage, rules, next_depth = view.lineage, view.rules, view.state.next_depth
+    try:
+        if not rules.keep_off_line and not lineage.on_line(version):
+            return OFF_LINE
+        depth = lineage.effective_depth(version)
+    except MissingError:
+        return UNKNOWN_VERSION  # the LOG was read again before this was asked: nobody can have served it
+    if next_depth < rules.steps and next_depth - depth > rules.max_staleness:
+        return STALE
+    return None
+
+
+def _doomed(view: View) -> dict[int, str]:
+    """Group -> why it must go; the first reason found stands."""
+    state, rules = view.state, view.rules
+    reasons = dict(state.doomed)
+    for number in state.overdue(view.now):
+        reasons.setdefault(number, DEADLINE if state.groups[number].is_train else VERSION_GONE)
+    for version, holders in state.by_version.items():
+        if holders and (reason := over_bound(view, version)) is not None:
+            for number in holders:
+                reasons.setdefault(number, reason)
+    for version, numbers in state.open_eval.items():
+        if not view.lineage.on_line(version):
+            for number in numbers:
+                if not state.groups[number].complete:
+                    reasons.setdefault(number, VERSION_GONE)
+    for number, index in state.failing:
+        sample = state.groups[number].samples[index]
+        if sample is not None and sample.attempts >= rules.max_attempts:
+            reasons.setdefault(number, ATTEMPTS)
+    if view.depth >= rules.steps:
+        for number in state.open_train:
+            reasons.setdefault(number, END_OF_RUN)
+    return reasons
+
+
+def _drop(group: Group, reason: str) -> list[Unit]:
+    units: list[Unit] = [
+        (_cancel(group.number, index, sample, reason),)
+        for index, sample in enumerate(group.samples)
+        if sample is not None and sample.scored is None and not sample.failing and group.task is not None
+    ]
+    return [*units, (DropRecord(writer="", lane=group.lane, group=group.number, samples=group.size, reason=reason),)]
+
+
+def _cancel(number: int, index: int, sample: Sample, reason: str) -> CancelRecord:
+    return CancelRecord(writer="", group=number, sample=index, task_sequence=sample.task_sequence, reason=reason)
+
+
+def _reissue(view: View, group: Group, index: int) -> list[Unit]:
+    """The missing sample alone. Its old task is cancelled: another delivery of it may still be running."""
+    sample, task, rules = group.samples[index], group.task, view.rules
+    if sample is None or task is None:
+        return []
+    reason = "fork" if (group.number, index) in view.state.stranded else _newest_stage(sample)
+    not_before = sample.not_before_depth
+    if group.is_train:
+        least = max(0, view.depth - rules.max_staleness)
+        not_before = max(min(not_before, view.state.fork_depth) if reason == "fork" else not_before, least)
+    again = replace(
+        task, sample=index, seed=sample.seed, attempt=sample.attempt + 1, not_before_depth=not_before
+    )  # the same seed: whoever takes it goes on from the sample's PARTIAL, if there is one
+    return [(_cancel(group.number, index, sample, reason),), (ReissueRecord(writer="", task=again, reason=reason),)]
+
+
+def _newest_stage(sample: Sample) -> str:
+    return next((stage for sequence, _, stage in reversed(sample.failures) if sequence == sample.task_sequence), "missing")

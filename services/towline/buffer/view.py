@@ -1,0 +1,67 @@
+"""What the decider looks at, and the words its parts share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import xxhash
+
+from towline.buffer.rules import Rules
+from towline.buffer.state import State
+from towline.contract.control import ControlRecord
+from towline.environment.prompts import PromptSource, exhausted
+from towline.store.lineage import Lineage
+
+Unit = tuple[ControlRecord, ...]
+"""Records to be appended together: one, or an atomic batch. Their `writer` is empty until the service signs them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The prompts. They're deterministic in (seed, pass, position), so reading them is no side effect."""
+
+    train: PromptSource
+    evaluation: PromptSource
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """State, lineage (entry 0 is there), rules, prompts and the time in Unix seconds."""
+
+    state: State
+    lineage: Lineage
+    rules: Rules
+    sources: Sources
+    now: float
+
+    @property
+    def depth(self) -> int:
+        """The LOG's: batches consumed along the lineage."""
+        return self.lineage.depth(self.lineage.latest)
+
+    @property
+    def out_of_data(self) -> bool:
+        return exhausted(self.sources.train, self.state.cursor)
+
+    @property
+    def goal(self) -> str | None:
+        """Why there's nothing left to train, or None: `steps`, or `end_of_data` once all that was admitted is consumed."""
+        if self.depth >= self.rules.steps:
+            return "steps"
+        if self.out_of_data and not self.state.open_train and self.depth >= self.state.next_depth:
+            return "end_of_data"
+        return None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over.
+
+        An `end` in CONTROL stands as long as its goal does: where run.steps was raised, the data grew or a trainer went
+        back below run.steps, the run goes on, and the first task after the `end` takes its place.
+        """
+        return self.state.ended is not None and self.goal is not None
+
+
+def seed_of(*parts: int | str) -> int:
+    """A seed in [0, 2^63) that these parts alone decide."""
+    return xxhash.xxh3_64_intdigest("/".join(map(str, parts)).encode()) >> 1
