@@ -9,11 +9,11 @@ from itertools import pairwise
 
 from towline.delta import classes, frames, streams
 from towline.delta.backend import Backend, backend
-from towline.delta.checksum import StateHash, hasher
+from towline.delta.checksum import StateHash
 from towline.delta.numbers import Bytes, is_sign_magnitude, width_of
 from towline.delta.part import Block, PartHead, PartReader, Source, is_piece
 from towline.delta.state import ModelState, TensorSpec
-from towline.delta.work import TensorHash, default_threads, in_order
+from towline.delta.work import PieceHash, TensorHash, default_threads, in_order
 from towline.errors import CorruptError, UsageError
 
 
@@ -150,7 +150,8 @@ def _tasks(state: ModelState, parts: Iterable[Source], coverage: Coverage, repor
             if is_piece(block, head.specs):
                 width = width_of(specs[0].dtype)
                 views = [views[0][block.start * width : (block.start + block.count) * width]]
-                tensor = TensorHash(head.table.checksum) if block.start == 0 else tensor
+                if block.start == 0 or tensor is None:
+                    tensor = TensorHash(head.table.checksum)
                 yield _Task(head, index, block, specs, views, packed, tensor)
             else:
                 yield _Task(head, index, block, specs, views, packed, None)
@@ -197,7 +198,8 @@ class _Decoder:
     def run(self, task: _Task) -> tuple[_Task, dict[str, str]]:
         """Apply and verify one block; the digests of the tensors that are whole in it."""
         algorithm, dtype = task.head.table.checksum, task.specs[0].dtype
-        piece = hasher(algorithm) if is_piece(task.block, task.head.specs) else None
+        first_byte = task.block.start * width_of(dtype)
+        piece = PieceHash(algorithm, task.tensor, first_byte, task.views[0]) if task.tensor else None
         hashes = [] if piece else [StateHash(algorithm) for _ in task.specs]
 
         def absorb(index: int, start: int, stop: int) -> None:
@@ -211,10 +213,8 @@ class _Decoder:
         if task.block.codec not in (streams.RAW, streams.DIFF) and entries != task.block.changed:
             raise CorruptError(f"{_where(task)}: {entries} entries, {task.block.changed} declared", code="delta_stream")
         if piece is not None:
-            if piece.digest() != task.head.block_checks[task.index]:
+            if piece.finish() != task.head.block_checks[task.index]:
                 raise CorruptError(f"{_where(task)} isn't what was encoded: {_HINT}", code="delta_checksum")
-            if task.tensor is not None:
-                task.tensor.add(task.block.start * width_of(dtype), task.views[0])
             return task, {}
         for spec, state_hash in zip(task.specs, hashes, strict=True):
             self.verify(task.head, spec.name, state_hash.check(), state_hash.digest())

@@ -17,11 +17,12 @@ import numpy as np
 from towline.delta.applier import ApplyReport, apply_parts
 from towline.delta.checksum import SIZES, XXH3_128, hasher
 from towline.delta.encoder import MAX_PART_BYTES, MODES, EncodedPart, EncodeReport, parts_of
+from towline.delta.folding import fold_parts
 from towline.delta.part import Source
 from towline.delta.state import ModelState, RawTensor, TensorSpec
 from towline.errors import UsageError
 
-__all__ = ["MODES", "SIZES", "ApplyReport", "EncodeReport", "EncodedPart", "Encoding", "allocate", "apply", "encode"]
+__all__ = ["MODES", "SIZES", "ApplyReport", "EncodeReport", "EncodedPart", "Encoding", "allocate", "apply", "encode", "fold"]
 
 
 class Encoding(Iterator[EncodedPart]):
@@ -102,6 +103,22 @@ def apply(
     for a state that hasn't this layout, can't be written or shares memory between tensors.
     """
     return apply_parts(state, parts, layout=layout, digests=digests, threads=threads, backend_name=backend)
+
+
+def fold(deltas: Sequence[Iterable[Source]], *, max_part_bytes: int = MAX_PART_BYTES) -> Encoding:
+    """Deltas that follow each other (each an iterable of its parts) as one, without the base.
+
+    The result proves the last delta's final state: its checksums are that delta's, and applying it verifies them. With a
+    full model first, it is a full model. The changes of all deltas but the last are held in memory.
+    `report.digests` are empty strings where the last delta's checksums aren't xxh3-128.
+
+    Raises (from the iteration) `CorruptError` for unsound parts, `UsageError` for deltas of modes dense or idempotent, for
+    different layouts, and for deltas that are known not to follow each other: apply those to the base and encode anew.
+    """
+    if not deltas:
+        raise UsageError("fold needs at least one delta", code="delta_fold_empty")
+    report = EncodeReport()
+    return Encoding(report, fold_parts(deltas, report, max_part_bytes))
 
 
 def allocate(layout: Iterable[TensorSpec]) -> ModelState:

@@ -10,12 +10,12 @@ import xxhash
 
 from towline.delta import frames, streams
 from towline.delta.backend import Absorb, Backend, backend
-from towline.delta.checksum import StateHash, hasher
+from towline.delta.checksum import StateHash
 from towline.delta.numbers import Bytes, is_sign_magnitude, to_planes, width_of
 from towline.delta.part import Block, Table, write_part
 from towline.delta.plan import BLOCK_BYTES, DENSE_BLOCK_BYTES, Work, cut
 from towline.delta.state import RawTensor, TensorSpec
-from towline.delta.work import TensorHash, default_threads, in_order
+from towline.delta.work import PieceHash, TensorHash, default_threads, in_order
 from towline.errors import UsageError
 
 MODES = {
@@ -218,17 +218,16 @@ class _Encoder:
 
     def run(self, item: tuple[Work, TensorHash | None]) -> _Done:
         work, tensor = item
-        piece = hasher(self._checksum) if work.is_piece else None
+        first_byte = work.start * width_of(work.specs[0].dtype)
+        piece = PieceHash(self._checksum, tensor, first_byte, work.new[0]) if tensor else None
         hashes = [] if piece else [StateHash(self._checksum) for _ in work.specs]
 
         def absorb(index: int, start: int, stop: int) -> None:
             (piece or hashes[index]).update(work.new[index][start:stop])
 
         codec, changed, packed = self._smallest(work, absorb)
-        if tensor is not None:
-            tensor.add(work.start * width_of(work.specs[0].dtype), work.new[0])
         checks = [(each.check(), each.digest()) for each in hashes]
-        return _Done(work, codec, changed, packed, piece.digest() if piece else None, checks, tensor)
+        return _Done(work, codec, changed, packed, piece.finish() if piece else None, checks, tensor)
 
     def _smallest(self, work: Work, absorb: Absorb) -> tuple[str, int, list[bytes]]:
         dtype = work.specs[0].dtype

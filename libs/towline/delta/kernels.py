@@ -12,9 +12,8 @@ from towline.delta.classes import Scans
 from towline.delta.numbers import Bytes, Index, Unsigned
 from towline.errors import CorruptError
 
-STEP_BYTES = 256 << 10
+STEP_BYTES = 512 << 10
 """State bytes between two calls of `absorb`: with the base's beside them they stay in a core's second-level cache."""
-_WARM_DENSITY = 1 / 100
 _START = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
@@ -108,11 +107,11 @@ def _decode_sparse(target: Sequence[Bytes], data: Sequence[Bytes], flips: int, a
     if low.size != high.size or (gaps.size and gaps[-1] == 255):
         raise CorruptError("streams of different lengths", code="delta_stream")
     state = np.array([_START, 0, 0, 0, 0], np.uint64)
-    warm = gaps.size * 2 > sum(view.size for view in target) * _WARM_DENSITY
+    found = np.empty(kernels16.AHEAD, np.uint32)
     for index, view in enumerate(target):
         for start in range(0, view.size, STEP_BYTES):
             stop = min(start + STEP_BYTES, view.size)
-            if not kernels16.decode(view, start >> 1, stop >> 1, flips, state, warm, gaps, codes, small, low, high):
+            if not kernels16.decode(view, start >> 1, stop >> 1, flips, state, found, gaps, codes, small, low, high):
                 raise CorruptError("a stream ends too early", code="delta_stream")
             absorb(index, start, stop)
         state[:1] -= np.uint64(view.size >> 1)

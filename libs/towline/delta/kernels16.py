@@ -25,6 +25,8 @@ _u = np.uint64
 BLOCKS = 512
 """32-element blocks of which the encoder gathers the positions at a time."""
 POSITIONS_ROOM = BLOCKS * 32 + 32
+AHEAD = 32
+"""Entries that the decoder looks ahead."""
 
 
 def compiled(signature: Any) -> Callable[[F], F]:
@@ -128,56 +130,61 @@ def encode(
     state[0], state[1], state[2], state[3], state[4] = last, k, c, s, e
 
 
-@compiled(types.boolean(WRITE, U64, U64, I64, STATE, types.boolean, READ, READ, READ, READ, READ))
+@compiled(types.boolean(WRITE, U64, U64, I64, STATE, POSITIONS, READ, READ, READ, READ, READ))
 def decode(
-    w: Any, start: Any, stop: Any, flips: Any, state: Any, warm: Any, gaps: Any, codes: Any, small: Any, low: Any, high: Any
+    w: Any, start: Any, stop: Any, flips: Any, state: Any, found: Any, gaps: Any, codes: Any, small: Any, low: Any, high: Any
 ) -> bool:
-    """Apply the entries of elements start..stop of w in place; False for streams that end too early, w half changed.
-
-    `warm` asks for start..stop's cache lines first: a gain above some 1 % of changes, a loss where few are.
-    """
+    """Apply the entries of elements start..stop of w in place; False for streams that end too early, w half changed."""
     n_gaps, n_codes, n_small, n_low = _u(gaps.size), _u(codes.size), _u(small.size), _u(low.size)
     p, k, c, s, e = state[0], state[1], state[2], state[3], state[4]
-    if warm:
-        o = start + start
-        while o < stop + stop:
-            prefetch(w, o)
-            o += _u(64)
-    while k < n_gaps:
-        gap = _u(gaps[k])
-        if gap == _u(255):
-            p += gap
+    more = True
+    while more:
+        # First the positions of some entries, asking for their cache lines: most of the time would go into waiting for them.
+        total = _u(0)
+        more = False
+        while k < n_gaps:
+            gap = _u(gaps[k])
+            if gap == _u(255):
+                p += gap
+                k += _u(1)
+                continue
+            q = p + gap + _u(1)
+            if q >= stop:
+                break
+            if total == _u(AHEAD):
+                more = True
+                break
+            p = q
             k += _u(1)
-            continue
-        q = p + gap + _u(1)
-        if q >= stop:
-            break
-        p = q
-        k += _u(1)
-        if c >> _u(2) >= n_codes:
+            prefetch(w, q + q)
+            found[total] = q
+            total += _u(1)
+        if (c + total + _u(3)) >> _u(2) > n_codes:
             return False
-        y = np.int64((codes[c >> _u(2)] >> ((c & _u(3)) << _u(1))) & _u(3))
-        c += _u(1)
-        if y == 3:
-            if s >= n_small:
-                return False
-            y = np.int64(small[s])
-            s += _u(1)
-            if y == 255:
-                if e >= n_low:
+        for r in range(total):
+            y = np.int64((codes[c >> _u(2)] >> ((c & _u(3)) << _u(1))) & _u(3))
+            c += _u(1)
+            if y == 3:
+                if s >= n_small:
                     return False
-                y = np.int64(low[e]) | (np.int64(high[e]) << 8)
-                e += _u(1)
-            y += 3
-        z = (y + 1) & 0xFFFF
-        d = (z >> 1) ^ -(z & 1)
-        store(w, p + p, _unkey((_key(load(w, p + p), flips) + d) & 0xFFFF, flips))
+                y = np.int64(small[s])
+                s += _u(1)
+                if y == 255:
+                    if e >= n_low:
+                        return False
+                    y = np.int64(low[e]) | (np.int64(high[e]) << 8)
+                    e += _u(1)
+                y += 3
+            z = (y + 1) & 0xFFFF
+            d = (z >> 1) ^ -(z & 1)
+            at = _u(found[r]) << _u(1)
+            store(w, at, _unkey((_key(load(w, at), flips) + d) & 0xFFFF, flips))
     state[0], state[1], state[2], state[3], state[4] = p, k, c, s, e
     return True
 
 
 @compiled(types.int64(READ, READ, INDEX))
-def positions(a: Any, b: Any, out: Any) -> int:
+def positions(a: Any, b: Any, out: Any) -> Any:
     """The indices of the elements that differ, into `out` (room for all); their number."""
     n = _u(a.size) >> _u(1)
     total, i = _u(0), _u(0)
@@ -207,7 +214,7 @@ def class_counts(w: Any, counts: Any) -> None:
 def class_ranks(w: Any, classes: Any, at: Any, ranks: Any) -> None:
     """ranks[j]: how many elements of at[j]'s class stand before it."""
     counts = np.zeros(256, np.int64)
-    i = 0
+    i = np.int64(0)
     for j in range(at.size):
         while i < at[j]:
             counts[classes[(load(w, _u(i + i)) >> 7) & 255]] += 1
@@ -227,11 +234,11 @@ def class_locate(w: Any, classes: Any, ranks: Any, starts: Any, at: Any) -> None
         if starts[c] < starts[c + 1]:
             upcoming[c] = ranks[starts[c]]
     for i in range(np.int64(w.size >> 1)):
-        c = np.int64(classes[(load(w, _u(i + i)) >> 7) & 255])
-        if counts[c] == upcoming[c]:
-            j = cursor[c]
+        value = np.int64(classes[(load(w, _u(i + i)) >> 7) & 255])
+        if counts[value] == upcoming[value]:
+            j = cursor[value]
             at[j] = i
             j += 1
-            cursor[c] = j
-            upcoming[c] = ranks[j] if j < starts[c + 1] else -1
-        counts[c] += 1
+            cursor[value] = j
+            upcoming[value] = ranks[j] if j < starts[value + 1] else -1
+        counts[value] += 1

@@ -92,7 +92,7 @@ def _header(table_bytes: int, checks_bytes: int, frames_bytes: int, digest: str)
 
 def write_part(table: Table, checks: bytes, frames: list[bytes]) -> bytes:
     """The part's bytes. `checks`: the checksums of `closed_rows`, then those of the pieces, in block order."""
-    packed = zstandard.ZstdCompressor(level=19).compress(msgspec.json.encode(table))
+    packed = zstandard.ZstdCompressor(level=3).compress(msgspec.json.encode(table))
     digest = xxhash.xxh3_128_hexdigest(packed + checks)
     return b"".join([_header(len(packed), len(checks), sum(map(len, frames)), digest), packed, checks, *frames])
 

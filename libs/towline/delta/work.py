@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TypeVar
 
-from towline.delta.checksum import Bytes, StateHash
+from towline.delta.checksum import Bytes, StateHash, hasher
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -43,7 +43,11 @@ def in_order(function: Callable[[T], R], items: Iterable[T], threads: int) -> It
 
 
 class TensorHash:
-    """The hash of one tensor whose pieces get ready in any order; whichever thread finds the next one ready goes on."""
+    """The hash of one tensor whose pieces get ready in any order.
+
+    A piece that is the next in turn is hashed while it is worked on (`claim`, `update`, `release`): its bytes are in the cache
+    then. One that isn't is added whole; whichever thread finds it next in turn hashes it, while others go on.
+    """
 
     def __init__(self, algorithm: str) -> None:
         self._hash = StateHash(algorithm)
@@ -51,6 +55,21 @@ class TensorHash:
         self._at = 0
         self._lock = threading.Lock()
         self._busy = False
+        self.update = self._hash.update
+
+    def claim(self, start: int) -> bool:
+        """Whether the caller may `update` with the piece at byte `start`; it must `release` after that."""
+        with self._lock:
+            if self._busy or self._at != start:
+                return False
+            self._busy = True
+            return True
+
+    def release(self, stop: int) -> None:
+        """The claimed piece, up to byte `stop`, is hashed; goes on with what others have added."""
+        with self._lock:
+            self._at = stop
+        self._drain()
 
     def add(self, start: int, data: Bytes) -> None:
         """The bytes from `start` on are final. They are hashed later, perhaps by another thread."""
@@ -59,6 +78,9 @@ class TensorHash:
             if self._busy:
                 return
             self._busy = True
+        self._drain()
+
+    def _drain(self) -> None:
         while True:
             with self._lock:
                 piece = self._ready.pop(self._at, None)
@@ -69,5 +91,27 @@ class TensorHash:
             self._hash.update(piece)
 
     def result(self) -> tuple[bytes, str]:
-        """(checksum, xxh3-128 digest), once every piece was added and every adder has returned."""
+        """(checksum, xxh3-128 digest), once every piece was added or released, and each of those calls has returned."""
         return self._hash.check(), self._hash.digest()
+
+
+class PieceHash:
+    """The hash of one piece of a tensor, feeding the tensor's where it can."""
+
+    def __init__(self, algorithm: str, tensor: TensorHash, start: int, data: Bytes) -> None:
+        self._hash = hasher(algorithm)
+        self._tensor, self._start, self._data = tensor, start, data
+        self._claimed = tensor.claim(start)
+
+    def update(self, data: Bytes) -> None:
+        self._hash.update(data)
+        if self._claimed:
+            self._tensor.update(data)
+
+    def finish(self) -> bytes:
+        """The piece's checksum, every byte having been given to `update`."""
+        if self._claimed:
+            self._tensor.release(self._start + self._data.size)
+        else:
+            self._tensor.add(self._start, self._data)
+        return self._hash.digest()
