@@ -7,7 +7,7 @@ signature serves any view, read-only or not. Offsets are in bytes and aren't che
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from llvmlite import ir
 from numba import extending, types
@@ -15,14 +15,13 @@ from numba import extending, types
 READ = types.Array(types.uint8, 1, "C", readonly=True)
 WRITE = types.Array(types.uint8, 1, "C")
 U64 = types.uint64
-F = TypeVar("F", bound=Callable[..., Any])
 LANES = 32
 """16-bit elements in one compare."""
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 
 
-def intrinsic(function: F) -> F:
-    return extending.intrinsic(function)  # type: ignore[no-any-return]
+def intrinsic(function: Callable[..., Any]) -> Any:
+    return extending.intrinsic(function)
 
 
 def _pointer(context: Any, builder: Any, kind: Any, value: Any, offset: Any, element: Any) -> Any:
