@@ -29,8 +29,9 @@ def manifest(folder: str) -> str:
     return f"{folder}/manifest.json"
 
 
-def part(folder: str, index: int) -> str:
-    return f"{folder}/part-{index:05d}.safetensors"
+def part_name(index: int) -> str:
+    """In a version's folder; parts are applied in this order."""
+    return f"part-{index:05d}.safetensors"
 
 
 def anchor_folder(run: str, version: int, write_id: str) -> str:

@@ -7,25 +7,28 @@ read, checks each against the one before, and serves the lineage that they make.
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
 from towline.contract.entries import LogEntry, OpenEntry, VersionEntry, decode_entry, encode_entry, entry_digest
-from towline.errors import CorruptError, InvariantError, MissingError, UnavailableError
+from towline.errors import CorruptError, InvariantError, MissingError
 from towline.store import keys
 from towline.store.lineage import Lineage
-from towline.store.objects import ObjectStore
+from towline.store.objects import ObjectStore, settle
 
 _READERS = 16
-_UNSETTLED_TRIES = 8
-_MAX_WAIT_SECONDS = 2.0
 
 
-class _Head(msgspec.Struct, frozen=True):
+_HINTED_ANCHORS = 4
+
+
+class Head(msgspec.Struct, frozen=True):
+    """head.json: the newest entry and anchors that its writer knew. Only ever a hint."""
+
     number: int
+    anchors: tuple[int, ...] = ()
 
 
 class Log:
@@ -108,34 +111,25 @@ class Log:
                 if stored is not None:
                     return stored
                 self._check_built(entry)
-                data = self._settle(entry.number, encode_entry(entry))
+                data = settle(self._objects, keys.log_entry(self.run, entry.number), encode_entry(entry))
                 self._take(data)
                 self.refresh()
                 won = self.find(entry.write_id)
                 if won is not None:
                     return won
 
-    def write_hint(self) -> None:
-        """Store the head's number as head.json, which spares a new reader the probing. Only ever a hint."""
-        if self._entries:
-            self._objects.put(keys.head_hint(self.run), msgspec.json.encode(_Head(len(self._entries) - 1)))
+    def read_hint(self) -> Head | None:
+        """None where there is no hint, or none that can be read."""
+        try:
+            return msgspec.json.decode(self._objects.get(keys.head_hint(self.run)), type=Head)
+        except (MissingError, msgspec.DecodeError, UnicodeDecodeError):
+            return None
 
-    def _settle(self, number: int, data: bytes) -> bytes:
-        """What stands as entry `number` after an attempt to create it with `data`: these bytes, or another writer's."""
-        key, wait = keys.log_entry(self.run, number), 0.05
-        for attempt in range(_UNSETTLED_TRIES):
-            try:
-                if self._objects.create(key, data):
-                    return data
-            except UnavailableError:
-                if attempt + 1 == _UNSETTLED_TRIES:
-                    raise
-            found = self._get(number)
-            if found is not None:
-                return found
-            time.sleep(wait)
-            wait = min(2 * wait, _MAX_WAIT_SECONDS)
-        raise UnavailableError(f"run {self.run}: log entry {number} can be neither created nor read", code="log_unsettled")
+    def write_hint(self, anchors: Iterable[int] = ()) -> None:
+        """Store the head's number, and the newest of the versions that have an anchor: it spares a new reader the probing."""
+        if (number := self.next_number - 1) >= 0:
+            newest = tuple(sorted(anchors)[-_HINTED_ANCHORS:])
+            self._objects.put(keys.head_hint(self.run), msgspec.json.encode(Head(number, newest)))
 
     def _check_built(self, entry: LogEntry) -> None:
         if entry.number != self.next_number or entry.prev != self.head_digest:
@@ -146,10 +140,8 @@ class Log:
 
     def _take_hinted(self) -> None:
         """Read the entries up to the hint side by side. The hint may be behind, or ahead of what a mirror has."""
-        try:
-            head = msgspec.json.decode(self._objects.get(keys.head_hint(self.run)), type=_Head).number
-        except (MissingError, msgspec.DecodeError):
-            return
+        hint = self.read_hint()
+        head = hint.number if hint else -1
         with ThreadPoolExecutor(_READERS, "towline-log") as pool:
             for start in range(0, head + 1, 4 * _READERS):
                 for data in pool.map(self._get, range(start, min(start + 4 * _READERS, head + 1))):

@@ -20,7 +20,7 @@ from towline.errors import ConflictError, MissingError, UnavailableError, UsageE
 CHUNK_BYTES = 1 << 20
 """What `stream` yields at a time, at most."""
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
-_READ_BACKS = 6
+_SETTLE_TRIES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,7 @@ class ObjectStore(Protocol):
     def create(self, key: str, data: bytes) -> bool:
         """The bytes under `key` where nothing stands: True; False if something does.
 
-        `UnavailableError` with code `reply_lost` leaves open whether it stands: read it back (`ensure` does, for bytes that
-        name themselves).
+        `UnavailableError` with code `reply_lost` leaves open whether it stands: read it back, as `settle` does.
         """
         ...
 
@@ -108,23 +107,28 @@ def checked_key(key: str) -> str:
     return key
 
 
-def ensure(objects: ObjectStore, key: str, data: bytes) -> bool:
-    """`data` stands under `key` on return, by this call (True) or an earlier one; a lost reply is resolved by reading back.
+def settle(objects: ObjectStore, key: str, data: bytes) -> bytes:
+    """What stands under `key` after an attempt to create it with `data`: these bytes, or those of a writer who was first.
 
-    `ConflictError` where other bytes stand there: only for keys that name their bytes or belong to one writer.
+    A lost reply is resolved by reading back. `UnavailableError` leaves it open; calling again settles it.
     """
-    for attempt in range(_READ_BACKS):
+    wait = 0.05
+    for attempt in range(_SETTLE_TRIES):
         try:
             if objects.create(key, data):
-                return True
+                return data
         except UnavailableError:
-            if attempt + 1 == _READ_BACKS:
+            if attempt + 1 == _SETTLE_TRIES:
                 raise
         try:
-            if objects.get(key) == data:
-                return False
+            return objects.get(key)
         except MissingError:
-            time.sleep(0.05 * 2**attempt)
-            continue
-        raise ConflictError(f"{objects.url}: {key} holds other bytes than this writer's", code="object_differs")
+            time.sleep(wait)
+            wait = min(2 * wait, 2.0)
     raise UnavailableError(f"{objects.url}: {key} can be neither created nor read", code="object_unsettled")
+
+
+def ensure(objects: ObjectStore, key: str, data: bytes) -> None:
+    """`data` stands under `key` on return. `ConflictError` where other bytes do: for keys that name their bytes or one writer."""
+    if settle(objects, key, data) != data:
+        raise ConflictError(f"{objects.url}: {key} holds other bytes than this writer's", code="object_differs")

@@ -130,7 +130,7 @@ def test_a_number_that_is_no_version_is_missing() -> None:
 
 
 def test_eval_versions_are_the_first_past_each_multiple_and_the_last() -> None:
-    entries = [base(), opened(1, 0, 0)]
+    entries: list[LogEntry] = [base(), opened(1, 0, 0)]
     depths = [1, 4, 5, 6, 9, 11, 14]  # coalesced: 5, 10 are passed by 5 and 11
     for place, depth in enumerate(depths):
         number = place + 2

@@ -1,0 +1,45 @@
+"""Places where a test may have the process die, as if by kill -9: between any two steps that a crash must not confuse.
+
+`TOWLINE_FAULT` names one: `NAME`, `NAME#3` (the third time it's reached), `NAME@/path` (only if that file isn't there yet, and
+it is made first: so a restarted process survives). Unset, a point costs a dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from towline.errors import UsageError
+
+VARIABLE = "TOWLINE_FAULT"
+POINTS = {
+    "publisher.received": "a staged record was taken from the bus; nothing was done about it",
+    "publisher.verified": "the staged version was applied and every digest agrees; no entry yet",
+    "publisher.committed": "the entry stands in the LOG; nobody was told",
+    "publisher.hinted": "head.json was written; no message yet",
+    "publisher.published": "policy.committed or policy.refused was published; staged isn't acknowledged yet",
+    "publisher.acknowledged": "staged is acknowledged; the anchor that may be due isn't begun",
+    "publisher.anchor_uploaded": "an anchor's files are uploaded; its record isn't",
+}
+"""Every point's name and what has happened there."""
+_reached = dict.fromkeys(POINTS, 0)
+
+
+def point(name: str) -> None:
+    """Die here if `TOWLINE_FAULT` says so."""
+    wanted = os.environ.get(VARIABLE)
+    if wanted is None:
+        return
+    spec, _, marker = wanted.partition("@")
+    chosen, _, count = spec.partition("#")
+    if chosen not in POINTS:
+        raise UsageError(f"{VARIABLE} = {wanted!r}: no such point; there are {', '.join(POINTS)}", code="fault_point")
+    _reached[name] += 1
+    if chosen != name or _reached[name] != int(count or 1):
+        return
+    if marker:
+        try:
+            os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,119 @@
+"""Checkpoints: what a trainer needs to go on exactly where it was. Files first, manifest last; a version's entry names it.
+
+A checkpoint counts only once a committed version names it, since the state it holds is that version's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import msgspec
+import xxhash
+
+from towline.contract.codec import SCHEMA
+from towline.contract.entries import VersionEntry
+from towline.errors import CorruptError, MissingError, UnavailableError
+from towline.store import keys
+from towline.store.log import Log
+from towline.store.manifest import FileRecord
+from towline.store.objects import ObjectStore, ensure
+from towline.store.transfer import fetch_all
+
+_UPLOADS = 4
+
+
+class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the trainer stood."""
+
+    epoch: int
+    base: int
+    """The last committed version under the checkpoint's state when it was taken."""
+    depth: int
+    """Batches in the state; so the version that names the checkpoint has this depth."""
+    batch_cursor: int
+    """CONTROL sequence of the last of them."""
+    step: int
+    """Optimiser steps."""
+    at: float
+
+
+class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    schema: int = SCHEMA
+    checkpoint: str
+    meta: CheckpointMeta
+    files: tuple[FileRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint and the version that holds the same weights."""
+
+    version: int
+    name: str
+    files: dict[str, bytes]
+    meta: CheckpointMeta
+
+
+_decoder = msgspec.json.Decoder(_Manifest)
+
+
+def save(objects: ObjectStore, run: str, name: str, files: Mapping[str, bytes], meta: CheckpointMeta) -> None:
+    """Store the files under a fresh `name` (`keys.new_write_id()`); it's there whole or not at all."""
+    folder = keys.checkpoint_folder(run, name)
+    records = [FileRecord(file, len(data), xxhash.xxh3_128_hexdigest(data)) for file, data in sorted(files.items())]
+    with ThreadPoolExecutor(_UPLOADS, "towline-checkpoint") as pool:
+        for upload in [pool.submit(objects.put, f"{folder}/{file}", data) for file, data in files.items()]:
+            upload.result()
+    manifest = _Manifest(checkpoint=name, meta=meta, files=tuple(records))
+    ensure(objects, keys.manifest(folder), msgspec.json.encode(manifest))
+
+
+def exists(objects: ObjectStore, run: str, name: str) -> bool:
+    """Whether it's there whole."""
+    return objects.stat(keys.manifest(keys.checkpoint_folder(run, name))) is not None
+
+
+def load(objects: ObjectStore, run: str, name: str) -> tuple[dict[str, bytes], CheckpointMeta]:
+    """(file name -> bytes, meta), verified; `MissingError` or `CorruptError` names the file."""
+    folder = keys.checkpoint_folder(run, name)
+    key = keys.manifest(folder)
+    try:
+        manifest = _decoder.decode(objects.get(key))
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        raise CorruptError(f"{objects.url}: {key} can't be read: {error}", code="checkpoint") from error
+    if manifest.schema != SCHEMA or manifest.checkpoint != name:
+        raise CorruptError(f"{objects.url}: {key} says schema {manifest.schema}, {manifest.checkpoint!r}", code="checkpoint")
+    return {file.name: data for file, data in fetch_all(objects, folder, manifest.files)}, manifest.meta
+
+
+def newest_on(log: Log) -> list[tuple[int, str]]:
+    """(version, checkpoint) of the line's versions that name one, the newest first."""
+    entries = ((version, log.entry(version)) for version in reversed(log.lineage.path()))
+    return [(v, e.checkpoint) for v, e in entries if isinstance(e, VersionEntry) and e.checkpoint is not None]
+
+
+def restore(objects: ObjectStore, log: Log) -> Checkpoint | None:
+    """The newest checkpoint on the line that can be read whole; None where the run starts from entry 0.
+
+    Entry 0 counts only while no version ever named a checkpoint, on the line or off it; else, with none that can be read,
+    `UnavailableError` with code `no_checkpoint`: going back to the start would throw training away unasked.
+    """
+    failure: MissingError | CorruptError | None = None
+    for version, name in newest_on(log):
+        try:
+            files, meta = load(objects, log.run, name)
+        except (MissingError, CorruptError) as error:
+            failure = failure or error
+            continue
+        if meta.depth != log.lineage.depth(version):
+            failure = failure or CorruptError(f"checkpoint {name} has depth {meta.depth}, its version {version} another")
+            continue
+        return Checkpoint(version, name, files, meta)
+    if failure is None and not any(isinstance(e, VersionEntry) and e.checkpoint is not None for e in log.entries()):
+        return None
+    raise UnavailableError(
+        f"run {log.run}: no checkpoint on the line can be read ({failure or 'all are off the line'}); restore one, or fork the run",
+        code="no_checkpoint",
+    )
