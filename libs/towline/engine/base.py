@@ -73,6 +73,11 @@ class Engine(Protocol):
         """The version that the next token is sampled from; None before `start`."""
         ...
 
+    @property
+    def max_context(self) -> int:
+        """Most tokens of a sequence, prompt and output; final once it is started."""
+        ...
+
     async def start(self, folder: Path, version: int) -> Activation:
         """Load the Hugging Face folder as `version`. Raises `UsageError` or `EngineError`."""
         ...

@@ -1,0 +1,205 @@
+"""An engine without a model, for load tests: seeded lengths, speed and failures behind the real engine's promises.
+
+Tokens, lengths and failures follow from the request's seed alone, so a repeated request gives the same answer. Weights are
+a version number; an activation takes `pause_seconds` and cuts running sequences as a real one would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from towline.contract.task import Cut, VersionSpan
+from towline.delta.state import ModelState
+from towline.engine.base import Activation, ActivationMode, GenerateRequest, Generation, GenerationFinish, token_budget
+from towline.engine.sampling import seed_word, uniforms
+from towline.errors import EngineError
+
+_TICK_SECONDS = 0.002
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    request: GenerateRequest
+    length: int
+    fails_at: int | None
+    future: asyncio.Future[Generation]
+    enqueued: float
+    started: float = 0.0
+    done: float = 0.0
+    """Tokens so far; fractions carry over between ticks."""
+    stopped: bool = False
+    cuts: list[VersionSpan] = field(default_factory=list)
+
+
+class SyntheticEngine:
+    """See `towline.engine.base.Engine`.
+
+    Lengths are log-normal around `mean_tokens` with `sigma` (of the log), capped by the request's limit; a share
+    `failure_rate` of the requests fails part-way with `EngineError`. Each running sequence gets `tokens_per_second`, at most
+    `total_tokens_per_second` in all; 0 means no limit. The digest is None: there are no weights to hash.
+    """
+
+    name = "synthetic"
+
+    def __init__(
+        self,
+        *,
+        slots: int,
+        max_context_tokens: int = 4096,
+        vocabulary: int = 32_000,
+        mean_tokens: float = 256.0,
+        sigma: float = 0.5,
+        tokens_per_second: float = 0.0,
+        total_tokens_per_second: float = 0.0,
+        failure_rate: float = 0.0,
+        pause_seconds: float = 0.0,
+    ) -> None:
+        self.slots, self.max_context = slots, max_context_tokens
+        self._vocabulary, self._mean, self._sigma = vocabulary, mean_tokens, sigma
+        self._speed, self._total_speed = tokens_per_second or math.inf, total_tokens_per_second or math.inf
+        self._failure_rate, self._pause_seconds = failure_rate, pause_seconds
+        self._version: int | None = None
+        self._waiting: dict[str, _Running] = {}
+        self._running: dict[str, _Running] = {}
+        self._wake = asyncio.Event()
+        self._paused = False
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._ticker: asyncio.Task[None] | None = None
+
+    @property
+    def version(self) -> int | None:
+        return self._version
+
+    async def start(self, folder: Path, version: int) -> Activation:
+        self._version = version
+        self._ticker = asyncio.create_task(self._tick(), name="synthetic-engine")
+        return Activation(pause_seconds=0.0, engine_digest=None)
+
+    async def stop(self) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+            for running in [*self._running.values(), *self._waiting.values()]:
+                self._finish(running, "abort")
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        self.health()
+        budget = token_budget(request, vocabulary=self._vocabulary, max_context=self.max_context)
+        chance = random.Random(f"{request.seed}/{request.position0}")
+        wanted = max(1, round(chance.lognormvariate(math.log(self._mean) - self._sigma**2 / 2, self._sigma)))
+        fails_at = chance.randrange(min(wanted, budget)) if chance.random() < self._failure_rate else None
+        running = _Running(
+            request, min(wanted, budget), fails_at, asyncio.get_running_loop().create_future(), time.perf_counter(),
+            stopped=wanted <= budget and bool(request.sampling.stop_token_ids),
+        )  # fmt: skip
+        self._waiting[request.request_id] = running
+        self._wake.set()
+        try:
+            return await running.future
+        except asyncio.CancelledError:
+            self.abort(request.request_id)
+            raise
+
+    def abort(self, request_id: str) -> None:
+        running = self._running.get(request_id) or self._waiting.get(request_id)
+        if running is not None:
+            self._finish(running, "abort")
+
+    async def activate(self, state: ModelState, version: int, mode: ActivationMode, changed: set[str] | None) -> Activation:
+        self.health()
+        if mode == "drain":
+            self._draining = True
+            while self._running:
+                self._idle.clear()
+                await self._idle.wait()
+        began = time.perf_counter()
+        self._paused = True
+        await asyncio.sleep(self._pause_seconds)
+        self._version = version
+        for running in self._running.values():
+            at = int(running.done)
+            if running.cuts[-1].start == at:
+                running.cuts.pop()
+            cut: Cut = "start" if not running.cuts else "retract" if mode == "retract" else "in_place"
+            running.cuts.append(VersionSpan(at, at, version, cut))
+        self._paused = self._draining = False
+        self._wake.set()
+        return Activation(pause_seconds=time.perf_counter() - began, engine_digest=None)
+
+    async def logprobs(self, tokens: list[int]) -> list[float]:
+        """What a uniform policy says."""
+        return [-math.log(self._vocabulary)] * (len(tokens) - 1)
+
+    def health(self) -> None:
+        if self._ticker is None or self._ticker.done():
+            raise EngineError("the synthetic engine isn't running; start one", code="engine_stopped")
+
+    async def _tick(self) -> None:
+        last = time.perf_counter()
+        while True:
+            self._admit()
+            if self._running and not self._paused:
+                now = time.perf_counter()
+                share = min(self._speed, self._total_speed / len(self._running)) * (now - last)
+                last = now
+                for running in list(self._running.values()):
+                    running.done = min(running.done + share, running.length)
+                    if running.fails_at is not None and running.done >= running.fails_at:
+                        self._finish(running, None)
+                    elif running.done >= running.length:
+                        self._finish(running, "stop" if running.stopped else "length")
+                await asyncio.sleep(0 if math.isinf(share) else _TICK_SECONDS)
+            else:
+                self._wake.clear()
+                await self._wake.wait()
+                last = time.perf_counter()
+
+    def _admit(self) -> None:
+        if self._draining or self._paused:
+            return
+        assert self._version is not None
+        for request_id in list(self._waiting)[: self.slots - len(self._running)]:
+            running = self._running[request_id] = self._waiting.pop(request_id)
+            running.started = time.perf_counter()
+            running.cuts = [VersionSpan(0, 0, self._version, "start")]
+
+    def _finish(self, running: _Running, finish: GenerationFinish | None) -> None:
+        self._running.pop(running.request.request_id, None)
+        self._waiting.pop(running.request.request_id, None)
+        self._idle.set()
+        if running.future.done():
+            return
+        if finish is None:
+            running.future.set_exception(
+                EngineError(f"request {running.request.request_id}: the synthetic failure of its seed", code="engine_synthetic")
+            )
+        else:
+            running.future.set_result(self._generation(running, finish))
+
+    def _generation(self, running: _Running, finish: GenerationFinish) -> Generation:
+        request, count = running.request, int(running.done)
+        uniform = uniforms(np.full(count, seed_word(request.seed)), np.arange(request.position0, request.position0 + count))
+        tokens = (uniform * self._vocabulary).astype(np.int64)
+        stops = request.sampling.stop_token_ids
+        if stops and count:
+            tokens[np.isin(tokens, stops)] = next(token for token in range(self._vocabulary) if token not in stops)
+            if finish == "stop":
+                tokens[-1] = stops[0]
+        starts = [cut for cut in running.cuts if cut.start < count]
+        ends = [cut.start for cut in starts[1:]] + [count]
+        now = time.perf_counter()
+        return Generation(
+            tokens=tokens.tolist(),
+            logprobs=[-math.log(self._vocabulary)] * count,
+            spans=[VersionSpan(cut.start, end, cut.version, cut.cut) for cut, end in zip(starts, ends, strict=True)],
+            finish=finish,
+            queue_seconds=(running.started or now) - running.enqueued,
+            generate_seconds=now - running.started if running.started else 0.0,
+        )

@@ -1,0 +1,47 @@
+"""What a sample is generated in: it gives the first tokens, answers what the policy says, and ends the sample.
+
+One environment object serves one sample. Both methods may be plain functions or coroutines; a plain one that blocks holds
+up every other sample of its worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, cast
+
+from towline.config import import_object
+from towline.contract.task import Task
+
+SINGLE_TURN = "single-turn"
+_KNOWN = {SINGLE_TURN: "towline.environment.single_turn:SingleTurn"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The environment's answer. `tokens` follow the policy's, with loss_mask 0; where `done`, nothing more is generated."""
+
+    tokens: list[int] = field(default_factory=list)
+    kind: Literal["environment", "tool"] = "environment"
+    done: bool
+    limit_reached: bool = False
+    """The environment ended the sample because its turns or tools were used up: the finish is `tool_limit`."""
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """An exception from either method is a failed attempt (stage `environment`), never a reward."""
+
+    def reset(self, task: Task) -> list[int] | Awaitable[list[int]]:
+        """The prompt's tokens, at least one."""
+        ...
+
+    def step(self, tokens: list[int], finish: Literal["stop", "length"]) -> Step | Awaitable[Step]:
+        """The answer to the policy's latest `tokens`, which ended by a stop token or by the sample's token limit."""
+        ...
+
+
+def environment_factory(name: str) -> Callable[[], Environment]:
+    """What makes an environment: `single-turn`, or an import path `module:name` that is called without arguments once a
+    sample. `UsageError` where it can't be imported."""
+    return cast(Callable[[], Environment], import_object(_KNOWN.get(name, name), "prompts.environment"))

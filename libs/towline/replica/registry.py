@@ -1,0 +1,85 @@
+"""What a replica says of itself: its entry in the registry, renewed before it expires, and an ack for each served version."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable
+
+import structlog
+
+from towline.bus.client import Bus
+from towline.bus.topology import ACKS, REGISTRY_TTL_SECONDS, REPLICAS
+from towline.contract.codec import encode
+from towline.contract.policy import Ack, ReplicaInfo
+from towline.engine.base import Engine
+from towline.errors import UnavailableError
+from towline.replica.states import StateMachine
+
+RENEW_SECONDS = REGISTRY_TTL_SECONDS / 3
+_log = structlog.get_logger(__name__)
+
+
+class Registry:
+    """Publishes the entry of `replica`. `version` and `busy` are asked at each renewal."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        replica: str,
+        engine: Engine,
+        states: StateMachine,
+        version: Callable[[], int | None],
+        busy: Callable[[], int],
+    ) -> None:
+        self._replicas, self._acks = bus.kv(REPLICAS), bus.kv(ACKS)
+        self._replica, self._engine, self._states = replica, engine, states
+        self._version, self._busy = version, busy
+        self._wake = asyncio.Event()
+        self._host = socket.gethostname()
+
+    def renew(self) -> None:
+        """Write the entry soon: something in it has changed."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Renew for ever. A bus that is away is waited out."""
+        while True:
+            self._wake.clear()
+            try:
+                await self._replicas.put(self._replica, encode(self.info()))
+            except UnavailableError as error:
+                _log.warning("registry_unreachable", reason=error.message)
+            try:
+                await asyncio.wait_for(self._wake.wait(), RENEW_SECONDS)
+            except TimeoutError:
+                continue
+
+    def info(self) -> ReplicaInfo:
+        return ReplicaInfo(
+            replica=self._replica,
+            host=self._host,
+            engine=self._engine.name,
+            slots=self._engine.slots,
+            busy=self._busy(),
+            state=self._states.state,
+            version=self._version(),
+            detail=self._states.detail,
+            at=time.time(),
+        )
+
+    async def acknowledge(self, ack: Ack) -> None:
+        """The replica's latest ack. One that can't be written is logged: the next version's takes its place."""
+        try:
+            await self._acks.put(self._replica, encode(ack))
+        except UnavailableError as error:
+            _log.warning("ack_unwritten", version=ack.version, reason=error.message)
+
+    async def leave(self) -> None:
+        """Take the entry away."""
+        try:
+            await self._replicas.delete(self._replica)
+        except UnavailableError as error:
+            _log.warning("registry_unreachable", reason=error.message)

@@ -1,0 +1,70 @@
+"""Which version a replica should serve: the line's latest, but no eval version on the way is skipped while it is open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+
+from towline.store.lineage import Lineage, is_eval_version
+
+
+class EvalHolds:
+    """Whether a version has to be served, or served on, for its evaluation.
+
+    A version's tasks in CONTROL hold it until they're closed. A version that becomes known while the replica follows is held
+    before they are issued too, since the buffer hears of it at the same moment. Both end `hold_seconds` after it was known or,
+    if later, began to serve. Times are seconds of one monotonic clock.
+    """
+
+    def __init__(
+        self, *, every: int, steps: int, hold_seconds: float, closed: Callable[[int], bool], issued: Callable[[int], bool]
+    ) -> None:
+        self._every, self._steps, self._hold_seconds = every, steps, hold_seconds
+        self._closed, self._issued = closed, issued
+        self._known_at: dict[int, float] = {}
+        self._served_at: dict[int, float] = {}
+
+    def know(self, version: int, now: float) -> None:
+        """The LOG got the version while this replica followed it, or it is the latest at the start."""
+        self._known_at.setdefault(version, now)
+
+    def serve(self, version: int, now: float) -> None:
+        """The replica began to serve it."""
+        self._served_at.setdefault(version, now)
+
+    def open(self, lineage: Lineage, version: int, now: float) -> bool:
+        """Whether the replica must go to the version or stay on it."""
+        return now < self.until(lineage, version)
+
+    def until(self, lineage: Lineage, version: int) -> float:
+        """When the hold ends by itself; minus infinity where there is none."""
+        if self._every <= 0 or self._closed(version):
+            return -float("inf")
+        issued = self._issued(version)
+        if not issued and not (version in self._known_at and is_eval_version(lineage, version, self._every, self._steps)):
+            return -float("inf")
+        served_at = self._served_at.get(version)
+        if served_at is not None:
+            return served_at + self._hold_seconds
+        return float("inf") if issued else self._known_at[version] + self._hold_seconds
+
+
+def choose(lineage: Lineage, serving: int | None, *, is_open: Callable[[int], bool], refused: Container[int]) -> int | None:
+    """The version to serve next, which may be `serving`; None where there is none.
+
+    `serving` stays while it is on the line and open. Else the first open version above it, else the latest. After a fork the
+    line starts at the common ancestor, so a replica goes back. Refused versions (those that failed here) are passed over.
+    """
+    later = lineage.path()
+    if serving is not None:
+        on_line = lineage.on_line(serving)
+        if on_line and is_open(serving):
+            return serving
+        least = lineage.depth(lineage.common_ancestor(serving))
+        later = [
+            version for version in later if lineage.depth(version) > least or (not on_line and lineage.depth(version) == least)
+        ]
+    good = [version for version in later if version not in refused]
+    for version in good:
+        if is_open(version):
+            return version
+    return good[-1] if good else serving
