@@ -1,4 +1,4 @@
-"""Losses, advantages and corrections by name, or by the import path of a user's own."""
+"""Backends, losses, advantages and corrections by name, or by the import path of a user's own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from towline.config import import_object
 from towline.errors import UsageError
 
+BACKENDS = {"torch": "towline.learner.torch_backend:TorchLearner"}
 LOSSES = {
     "grpo": "towline.learner.losses.grpo:GRPO",
     "dr_grpo": "towline.learner.losses.dr_grpo:DrGRPO",

@@ -13,6 +13,15 @@ from towline.errors import UsageError
 
 VARIABLE = "TOWLINE_FAULT"
 POINTS = {
+    "trainer.seeded": "entry 0 stands; no epoch is open",
+    "trainer.opened": "`open` stands in the LOG; nobody was told",
+    "trainer.batch": "a batch and its rows are at hand; no step yet",
+    "trainer.trained": "the step is done; nothing of it is stored",
+    "trainer.before_checkpoint": "a version is due a checkpoint; nothing of it is stored",
+    "trainer.checkpointed": "the checkpoint is whole in the store; its version isn't staged",
+    "trainer.uploaded": "the version's parts and manifest are stored; nobody was told",
+    "trainer.staged": "policy.staged was published; no entry was seen yet",
+    "trainer.committed": "the version's entry was seen in the LOG",
     "publisher.received": "a staged record was taken from the bus; nothing was done about it",
     "publisher.verified": "the staged version was applied and every digest agrees; no entry yet",
     "publisher.committed": "the entry stands in the LOG; nobody was told",
