@@ -114,6 +114,6 @@ def restore(objects: ObjectStore, log: Log) -> Checkpoint | None:
     if failure is None and not any(isinstance(e, VersionEntry) and e.checkpoint is not None for e in log.entries()):
         return None
     raise UnavailableError(
-        f"run {log.run}: no checkpoint on the line can be read ({failure or 'all are off the line'}); restore one, or fork the run",
+        f"run {log.run}: no checkpoint on the line can be read ({failure or 'all are off it'}); restore one, or fork the run",
         code="no_checkpoint",
     )

@@ -196,7 +196,8 @@ class S3Store:
 
     def _wait_or_raise(self, key: str, error: Exception, backoff: float, deadline: float) -> None:
         fault = self._fault(key, error)
-        if not isinstance(fault, UnavailableError) or isinstance(fault, FullError) or time.monotonic() + backoff > deadline:
+        passing = isinstance(fault, UnavailableError) and not isinstance(fault, FullError) and fault.code != "object_replaced"
+        if not passing or time.monotonic() + backoff > deadline:
             raise fault from error
         time.sleep(backoff)
 

@@ -26,7 +26,8 @@ class Faulty:
 
     def get(self, key: str) -> bytes:
         self.gets.append(key)
-        return self.change.get(key, lambda data: data)(self.real.get(key))
+        data = self.real.get(key)
+        return self.change[key](data) if key in self.change else data
 
     def stream(self, key: str) -> Iterator[bytes]:
         return self.real.stream(key)
