@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import msgspec
 import xxhash
 
 from towline.contract.codec import SCHEMA
 from towline.contract.entries import VersionEntry
-from towline.errors import CorruptError, MissingError, UnavailableError
+from towline.errors import CorruptError
 from towline.store import keys
 from towline.store.log import Log
 from towline.store.manifest import FileRecord
@@ -44,16 +43,6 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: str
     meta: CheckpointMeta
     files: tuple[FileRecord, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A checkpoint and the version that holds the same weights."""
-
-    version: int
-    name: str
-    files: dict[str, bytes]
-    meta: CheckpointMeta
 
 
 _decoder = msgspec.json.Decoder(_Manifest)
@@ -92,28 +81,3 @@ def newest_on(log: Log) -> list[tuple[int, str]]:
     """(version, checkpoint) of the line's versions that name one, the newest first."""
     entries = ((version, log.entry(version)) for version in reversed(log.lineage.path()))
     return [(v, e.checkpoint) for v, e in entries if isinstance(e, VersionEntry) and e.checkpoint is not None]
-
-
-def restore(objects: ObjectStore, log: Log) -> Checkpoint | None:
-    """The newest checkpoint on the line that can be read whole; None where the run starts from entry 0.
-
-    Entry 0 counts only while no version ever named a checkpoint, on the line or off it; else, with none that can be read,
-    `UnavailableError` with code `no_checkpoint`: going back to the start would throw training away unasked.
-    """
-    failure: MissingError | CorruptError | None = None
-    for version, name in newest_on(log):
-        try:
-            files, meta = load(objects, log.run, name)
-        except (MissingError, CorruptError) as error:
-            failure = failure or error
-            continue
-        if meta.depth != log.lineage.depth(version):
-            failure = failure or CorruptError(f"checkpoint {name} has depth {meta.depth}, its version {version} another")
-            continue
-        return Checkpoint(version, name, files, meta)
-    if failure is None and not any(isinstance(e, VersionEntry) and e.checkpoint is not None for e in log.entries()):
-        return None
-    raise UnavailableError(
-        f"run {log.run}: no checkpoint on the line can be read ({failure or 'all are off it'}); restore one, or fork the run",
-        code="no_checkpoint",
-    )

@@ -101,13 +101,13 @@ class FileStore:
     def _walk(self, folder: str, prefix: str) -> Iterator[ObjectInfo]:
         try:
             with os.scandir(self._root / folder) as found:
-                entries = [(entry.name + "/" * entry.is_dir(), entry) for entry in found]
+                entries = {entry.name + "/" * entry.is_dir(): entry for entry in found}
         except (FileNotFoundError, NotADirectoryError):
             return
         base = f"{folder}/" if folder else ""
-        for name, entry in sorted(entries, key=lambda item: item[0]):
+        for name, entry in sorted(entries.items(), key=lambda item: item[0]):
             key = base + name
-            if entry.name.startswith(".") or not (key.startswith(prefix) or prefix.startswith(key)):
+            if entry.name.startswith(".") or not key.startswith(prefix):
                 continue
             if name.endswith("/"):
                 yield from self._walk(base + entry.name, prefix)

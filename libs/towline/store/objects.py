@@ -68,7 +68,7 @@ class ObjectStore(Protocol):
         ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Every object whose key begins with `prefix`, in the order of the keys."""
+        """Every object whose key begins with `prefix`, once; S3 servers differ in the order."""
         ...
 
     def delete(self, key: str) -> None:

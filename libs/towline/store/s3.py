@@ -127,15 +127,15 @@ class S3Store:
             checked_key(prefix.rstrip("/"))
         cut = len(self._prefix) + 1 if self._prefix else 0
         full = f"{self._prefix}/{prefix}" if self._prefix else prefix
-        after: str | None = None
+        seen: set[str] = set()
         backoffs, deadline = _backoffs(), time.monotonic() + self._seconds
         while True:
             try:
-                for found in self._client.list_objects(self._bucket, full, recursive=True, start_after=after):
-                    after = found.object_name
-                    backoffs, deadline = _backoffs(), time.monotonic() + self._seconds
-                    if not after.endswith("/"):
-                        yield _info(after[cut:], found)
+                for found in self._client.list_objects(self._bucket, full, recursive=True):
+                    if found.object_name not in seen and not found.object_name.endswith("/"):
+                        seen.add(found.object_name)
+                        backoffs, deadline = _backoffs(), time.monotonic() + self._seconds
+                        yield _info(found.object_name[cut:], found)
                 return
             except (MinioException, HTTPError, OSError) as error:
                 self._wait_or_raise(prefix, error, next(backoffs), deadline)

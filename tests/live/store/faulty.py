@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from towline.errors import UnavailableError
 from towline.store.objects import ObjectInfo, ObjectStore
@@ -14,8 +15,8 @@ class Faulty:
 
     def __init__(self, real: ObjectStore) -> None:
         self.real = real
-        self.before_create: Callable[[str], None] = lambda key: None
-        self.after_create: Callable[[str], None] = lambda key: None
+        self.before_create: Callable[[str], object] = lambda key: None
+        self.after_create: Callable[[str], object] = lambda key: None
         self.creates: list[str] = []
         self.gets: list[str] = []
         self.change: dict[str, Callable[[bytes], bytes]] = {}
@@ -55,7 +56,7 @@ class Faulty:
         self.real.check(writes=writes)
 
 
-def once(then: Callable[[str], None]) -> Callable[[str], None]:
+def once(then: Callable[[str], object]) -> Callable[[str], object]:
     """`then`, the first time only."""
     left = [then]
 
@@ -66,6 +67,6 @@ def once(then: Callable[[str], None]) -> Callable[[str], None]:
     return act
 
 
-def lose(key: str) -> None:
+def lose(key: str) -> NoReturn:
     """The reply is lost."""
     raise UnavailableError(f"{key}: no answer", code="reply_lost")

@@ -18,7 +18,7 @@ def _common(log: Log, write_id: str | None) -> dict[str, Any]:
 
 def base(write_id: str | None = None) -> Build:
     def build(log: Log) -> LogEntry:
-        fields = {"source": "s", "revision": None, "anchor": "a", "layout_digest": "l", "model_digest": "m"}
+        fields: dict[str, Any] = {"source": "s", "revision": None, "anchor": "a", "layout_digest": "l", "model_digest": "m"}
         return BaseEntry(**_common(log, write_id), **fields)
 
     return build

@@ -66,7 +66,7 @@ def test_of_racing_writers_each_gets_an_entry_of_its_own(log: Log, objects: Obje
 def test_who_loses_an_entry_decides_everything_anew(log: Log, objects: ObjectStore) -> None:
     """The trainer's `open` wins the number that the publisher's last commit wanted: the publisher must give up."""
     slow = Faulty(objects)
-    slow.before_create = once(lambda key: log.append(logs.opened()) and None)
+    slow.before_create = once(lambda key: log.append(logs.opened()))
     publisher, seen = Log(slow, log.run), []
 
     def build(log: Log) -> LogEntry:
@@ -84,7 +84,7 @@ def test_who_loses_an_entry_decides_everything_anew(log: Log, objects: ObjectSto
 
 def test_the_other_way_round_the_open_is_built_on_the_commit_that_won(log: Log, objects: ObjectStore) -> None:
     slow = Faulty(objects)
-    slow.before_create = once(lambda key: log.append(logs.version()) and None)
+    slow.before_create = once(lambda key: log.append(logs.version()))
     entry = Log(slow, log.run).append(logs.opened())
     assert isinstance(entry, OpenEntry)
     assert (entry.number, entry.base, entry.depth) == (3, 2, 1)
@@ -125,7 +125,7 @@ def test_a_lost_reply_of_a_put_that_another_beat_is_a_loss(log: Log, objects: Ob
 def test_a_store_that_stays_away_leaves_it_open_and_a_repeat_settles_it(log: Log, objects: ObjectStore) -> None:
     lossy = Faulty(objects)
     lossy.after_create = lose
-    lossy.change[keys.log_entry(log.run, 2)] = lambda data: lose("read")  # type: ignore[func-returns-value, return-value]
+    lossy.change[keys.log_entry(log.run, 2)] = lambda data: lose("read")
     writer = Log(lossy, log.run)
     with pytest.raises(UnavailableError):
         writer.append(logs.version(write_id="mine"))
@@ -145,7 +145,7 @@ def test_the_same_write_is_never_entered_twice(log: Log, objects: ObjectStore) -
 
 def test_two_publishers_of_one_write_get_one_entry(log: Log, objects: ObjectStore) -> None:
     slow, other = Faulty(objects), Log(objects, log.run)
-    slow.before_create = once(lambda key: other.append(logs.version(write_id="w", verify_seconds=2.0)) and None)
+    slow.before_create = once(lambda key: other.append(logs.version(write_id="w", verify_seconds=2.0)))
     entry = Log(slow, log.run).append(logs.version(write_id="w", verify_seconds=1.0))
     assert isinstance(entry, VersionEntry)
     assert entry.verify_seconds == 2.0  # as it is stored, not as this one would have had it
