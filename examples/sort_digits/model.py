@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from sort_digits.task import BOS, CHARACTERS, DIGITS, EOS, PAD, SPECIAL_TOKENS, draw, encode
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from sort_digits.task import BOS, CHARACTERS, DIGITS, EOS, PAD, SPECIAL_TOKENS, draw, encode
 
 WARM_UP_LEARNING_RATE = 1e-3
 WARM_UP_BATCH = 256
@@ -31,8 +32,8 @@ def build(folder: Path, seed: int, *, layers: int = 2, hidden: int = 128, warm_u
     _tokenizer().save_pretrained(folder)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return (
-        f"Qwen3, {parameters / 1e6:.1f}M parameters, seed {seed}; supervised warm-up of {warm_up_steps} steps on the answer's format "
-        f"only (digits in random order, loss {loss:.2f}), {time.perf_counter() - started:.0f} s"
+        f"Qwen3, {parameters / 1e6:.1f}M parameters, seed {seed}; supervised warm-up of {warm_up_steps} steps on the answer's "
+        f"format only (digits in random order, loss {loss:.2f}), {time.perf_counter() - started:.0f} s"
     )
 
 

@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from towline.errors import UsageError
+from towline.store.base import base_files
+from towline.store.log import Log
+from towline.store.objects import ObjectStore
 
 
 class Tokenizer(Protocol):
@@ -65,3 +69,18 @@ def _plain(folder: Path) -> Any:
     if not path.is_file():
         raise UsageError(f"{folder}: there is no tokenizer.json; save the model with its tokenizer", code="tokenizer")
     return Plain.from_file(str(path))
+
+
+def stored_tokenizer(objects: ObjectStore, run: str) -> LazyTokenizer:
+    """The tokenizer that was seeded with the run's base model: it needs the store alone, wherever a service runs."""
+
+    def load() -> Any:
+        log = Log(objects, run)
+        log.refresh()
+        with tempfile.TemporaryDirectory(prefix="towline-tokenizer-") as name:
+            folder = Path(name)
+            for file, data in base_files(objects, log).items():
+                (folder / file).write_bytes(data)
+            return load_tokenizer(folder)
+
+    return LazyTokenizer(load)

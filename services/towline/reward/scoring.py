@@ -180,7 +180,7 @@ class Scorer:
         """The sample can't be scored: keep the message for people, tell the buffer, then ack."""
         self.counts.failed += 1
         self.counts.last_error = error.message
-        await self._bus.dead("reward", delivery.data, error.message, stage=stage, subject=delivery.subject)
+        await self._bus.dead("reward", delivery.data, error.message, failure=stage, subject=delivery.subject)
         who = _identify(self._bus.topology.relative(delivery.subject), delivery.data)
         if who is not None:
             failure = Failure(
