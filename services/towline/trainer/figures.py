@@ -1,0 +1,73 @@
+"""What the trainer tells about itself: the status figures, and the same as Prometheus metrics."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from towline.contract.entries import VersionEntry
+from towline.learner.base import StepReport
+
+
+@dataclass(slots=True)
+class Figures:
+    """Seconds and counts are totals of this process; the rest is the last step's or the last version's."""
+
+    step: int = 0
+    depth: int = 0
+    epoch: int = -1
+    loss: float = 0.0
+    reward_mean: float = 0.0
+    learning_rate: float = 0.0
+    gradient_norm: float = 0.0
+    clip_low: float = 0.0
+    clip_high: float = 0.0
+    mismatch_kl: float = 0.0
+    logprob_abs_diff: float = 0.0
+    effective_sample_share: float = 0.0
+    batches: int = 0
+    tokens: int = 0
+    skipped_steps: int = 0
+    skipped_batches: int = 0
+    missing_rows: int = 0
+    idle_seconds: float = 0.0
+    """Waiting for a batch or, in sync mode, for a commit."""
+    train_seconds: float = 0.0
+    encode_seconds: float = 0.0
+    upload_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    """From the snapshot to the entry."""
+    versions: int = 0
+    checkpoints: int = 0
+    wire_bytes: int = 0
+    density: float = 0.0
+    density_sum: float = 0.0
+    model_bytes: int = 0
+
+    def trained(self, report: StepReport, *, step: int, reward_mean: float, missing_rows: int, seconds: float) -> None:
+        """A batch was consumed."""
+        self.step, self.reward_mean = step, reward_mean
+        self.loss, self.learning_rate, self.gradient_norm = report.loss, report.learning_rate, report.gradient_norm
+        self.clip_low, self.clip_high = report.clip_low, report.clip_high
+        self.mismatch_kl, self.logprob_abs_diff = report.mismatch_kl, report.logprob_abs_diff
+        self.effective_sample_share = report.effective_sample_share
+        self.batches += 1
+        self.tokens += report.tokens
+        self.skipped_steps += report.skipped_steps
+        self.skipped_batches += not report.trained
+        self.missing_rows += missing_rows
+        self.train_seconds += seconds
+
+    def committed(self, entry: VersionEntry, seconds: float) -> None:
+        """A version stands in the LOG."""
+        self.depth = entry.depth
+        self.versions += 1
+        self.checkpoints += entry.checkpoint is not None
+        self.wire_bytes += entry.wire_bytes
+        self.density, self.model_bytes = entry.density, entry.model_bytes
+        self.density_sum += entry.density
+        self.encode_seconds += entry.encode_seconds
+        self.upload_seconds += entry.upload_seconds
+        self.commit_seconds += seconds
+
+    def plain(self) -> dict[str, float]:
+        return asdict(self)
