@@ -22,7 +22,19 @@ from towline.delta.part import Source
 from towline.delta.state import ModelState, RawTensor, TensorSpec
 from towline.errors import UsageError
 
-__all__ = ["MODES", "SIZES", "ApplyReport", "EncodeReport", "EncodedPart", "Encoding", "allocate", "apply", "encode", "fold"]
+__all__ = [
+    "MODES",
+    "SIZES",
+    "XXH3_128",
+    "ApplyReport",
+    "EncodeReport",
+    "EncodedPart",
+    "Encoding",
+    "allocate",
+    "apply",
+    "encode",
+    "fold",
+]
 
 
 class Encoding(Iterator[EncodedPart]):

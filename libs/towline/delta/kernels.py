@@ -12,8 +12,9 @@ from towline.delta.classes import Scans
 from towline.delta.numbers import Bytes, Index, Unsigned
 from towline.errors import CorruptError
 
-STEP_BYTES = 512 << 10
-"""State bytes between two calls of `absorb`: with the base's beside them they stay in a core's second-level cache."""
+STEP_BYTES = 2 << 20
+"""State bytes between two calls of `absorb`: small enough to be hashed from a cache, and large enough that threads seldom
+wait for each other between calls."""
 _START = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
