@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 
 import msgspec
 import structlog
@@ -158,7 +158,7 @@ class Bus:
         await consumer.start()
         return consumer
 
-    async def subscribe_hints(self, *kinds: str) -> AsyncIterator[PolicyMessage]:
+    async def subscribe_hints(self, *kinds: str) -> AsyncGenerator[PolicyMessage, None]:
         """policy.* messages of these kinds as they come. Hints: some may be missed, none ever holds up the bus."""
         kept: deque[Msg] = deque(maxlen=HINTS_KEPT)
         wake = asyncio.Event()

@@ -177,7 +177,7 @@ class Connection:
     async def answer(self, future: asyncio.Future[Msg], subject: str, seconds: float) -> Msg:
         """The answer to a `post`, under the rules of `request`."""
         try:
-            reply = await asyncio.wait_for(future, seconds)
+            reply = future.result() if future.done() else await asyncio.wait_for(future, seconds)
         except TimeoutError:
             raise Unsettled(f"no answer on {subject} within {seconds:g} s") from None
         if reply.headers and reply.headers.get("Status") == NO_RESPONDERS:

@@ -23,11 +23,14 @@ from towline.errors import CorruptError, MissingError, UnavailableError
 
 GRACE_SECONDS = 1.0
 """What the server's "expired" may take to arrive after the time that was asked for."""
+QUIET_SECONDS = 0.05
+"""Without a further message for so long, a fetch that has some is done."""
 BLOB_TRIES = 5
 BLOB_DELAY_SECONDS = 5.0
 BLOB_ERROR_HEADER = "Towline-Blob-Error"
 _PAUSE_SECONDS = 0.05
 _NANOSECONDS = 1_000_000_000
+_SHORTEST_NANOSECONDS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,8 @@ class Consumer:
         self._arrived: deque[Msg] = deque()
         self._wake = asyncio.Event()
         self._subscription: Subscription | None = None
-        self._fetch_count = 0
+        self._pull_count = 0
+        self._open: dict[str, int] = {}
         self._losses = 0
         self._forget = self._connection.on_change(self._on_loss)
         self._turn = asyncio.Lock()
@@ -102,18 +106,14 @@ class Consumer:
             clock = asyncio.get_running_loop().time
             deadline = clock() + timeout_seconds
             while True:
-                await self._jetstream.patiently(f"fetch from {self._what}", self._awake)
+                await self._jetstream.patiently(f"fetch from {self._what}", self.start)
                 try:
-                    taken = await self._pull(n, None)
-                    if not taken and (left := deadline - clock()) > 0:
-                        taken = await self._pull(1, left)
-                        if taken and n > 1:
-                            taken += await self._pull(n - 1, None)
+                    taken = await self._pull(n, deadline - clock())
                 except Unsettled as error:
                     if error.no_responders:
                         # Gone: nobody pulled for too long, or the server lost it with its disk.
                         await self._bind()
-                    taken = self._leftover(n)
+                    taken = []
                 if taken or clock() >= deadline:
                     deliveries = [await self._delivery(message) for message in taken]
                     return [delivery for delivery in deliveries if delivery is not None]
@@ -131,50 +131,65 @@ class Consumer:
         info = await self._info()
         return int(info["num_pending"]) if info else 0
 
-    async def _awake(self) -> None:
-        await self.start()
+    async def _pull(self, n: int, seconds: float) -> list[Msg]:
+        """Up to n messages: those there are, or the first that come within `seconds`.
 
-    async def _pull(self, n: int, seconds: float | None) -> list[Msg]:
-        """Up to n messages: those there are at once (seconds None), or what comes within `seconds`."""
+        A pull with `no_wait` and an expiry ends with its first messages, except where max_ack_pending holds back the rest: it
+        then stays open at the server. What is open is counted, and only what is missing to n is asked for.
+        """
         taken = self._leftover(n)
         if taken:
             return taken
-        self._fetch_count += 1
-        request: dict[str, Any] = {"batch": n}
-        if seconds is None:
-            request["no_wait"] = True
-        else:
-            request["expires"] = max(int(seconds * _NANOSECONDS), 1_000_000)
-        await self._connection.send(
-            f"$JS.API.CONSUMER.MSG.NEXT.{self.spec.stream}.{self.spec.durable}", msgspec.json.encode(request),
-            reply=f"{self._inbox}.{self._fetch_count}",
-        )  # fmt: skip
+        asked = sum(self._open.values())
+        if asked < n:
+            await self._ask(n - asked, seconds)
         losses = self._losses
-        give_up = asyncio.get_running_loop().time() + (seconds or 0.0) + GRACE_SECONDS
-        while len(taken) < n:
-            message = await self._next_arrived(give_up, losses)
+        give_up = asyncio.get_running_loop().time() + seconds + GRACE_SECONDS
+        while len(taken) < n and self._open:
+            message = await self._next_arrived(QUIET_SECONDS if taken else give_up, losses, relative=bool(taken))
             if message is None:
                 break
-            if message.reply.startswith("$JS.ACK."):
+            if self._is_delivery(message):
                 taken.append(message)
-            elif message.subject.rpartition(".")[2] == str(self._fetch_count):
-                if (message.headers or {}).get("Status") == NO_RESPONDERS and not taken:
-                    raise Unsettled(f"{self._what} isn't there", no_responders=True)
-                break
+            elif (message.headers or {}).get("Status") == NO_RESPONDERS and not taken:
+                raise Unsettled(f"{self._what} isn't there", no_responders=True)
         return taken
+
+    async def _ask(self, count: int, seconds: float) -> None:
+        self._pull_count += 1
+        request = {"batch": count, "no_wait": True, "expires": max(int(seconds * _NANOSECONDS), _SHORTEST_NANOSECONDS)}
+        await self._connection.send(
+            f"$JS.API.CONSUMER.MSG.NEXT.{self.spec.stream}.{self.spec.durable}", msgspec.json.encode(request),
+            reply=f"{self._inbox}.{self._pull_count}",
+        )  # fmt: skip
+        self._open[str(self._pull_count)] = count
+
+    def _is_delivery(self, message: Msg) -> bool:
+        """Whether it is a message, not a pull's end; either way what is open is counted down."""
+        if not message.reply.startswith("$JS.ACK."):
+            self._open.pop(message.subject.rpartition(".")[2], None)
+            return False
+        for token in self._open:
+            self._open[token] -= 1
+            if not self._open[token]:
+                del self._open[token]
+            break
+        return True
 
     def _leftover(self, n: int) -> list[Msg]:
         """Messages that came after their fetch had given up: they are ours all the same."""
         taken: list[Msg] = []
         while self._arrived and len(taken) < n:
             message = self._arrived.popleft()
-            if message.reply.startswith("$JS.ACK."):
+            if self._is_delivery(message):
                 taken.append(message)
         return taken
 
-    async def _next_arrived(self, give_up: float, losses: int) -> Msg | None:
+    async def _next_arrived(self, until: float, losses: int, *, relative: bool) -> Msg | None:
+        clock = asyncio.get_running_loop().time
+        give_up = clock() + until if relative else until
         while not self._arrived:
-            left = give_up - asyncio.get_running_loop().time()
+            left = give_up - clock()
             if left <= 0 or self._losses != losses:
                 return None
             self._wake.clear()
@@ -206,6 +221,7 @@ class Consumer:
 
     def _on_loss(self) -> None:
         self._losses += 1
+        self._open.clear()
         self._wake.set()
 
     async def _bind(self) -> None:

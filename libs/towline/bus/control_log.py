@@ -10,22 +10,19 @@ import asyncio
 import contextlib
 import random
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from nats.aio.msg import Msg
-
 from towline.bus.client import Bus
-from towline.bus.jetstream import ATTEMPT_SECONDS, FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS
+from towline.bus.jetstream import FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS
 from towline.bus.publish import batch_was_lost
-from towline.bus.topology import CONTROL
-from towline.bus.wire import EXPECTED_LAST, STREAM_FULL, WRONG_LAST_SEQUENCE, ApiError, Stub, Unsettled, answer
+from towline.bus.topology import CONTROL, MAX_ATOMIC_MESSAGES
+from towline.bus.wire import EXPECTED_LAST, STREAM_FULL, WRONG_LAST_SEQUENCE, ApiError, Stub, Unsettled
 from towline.contract.codec import encode
 from towline.contract.control import WriterRecord
 from towline.errors import ConflictError, FencedError, InvariantError, TowlineError, UnavailableError, UsageError
 
-MOST_IN_FLIGHT = 1024
-"""Records of one append that are out at a time."""
+MOST_CHUNK_BYTES = 16 << 20
+"""Of records that go to the server as one batch."""
 
 Records = Sequence[tuple[str, bytes]]
 
@@ -72,40 +69,23 @@ class ControlLog:
     async def append(self, records: Records) -> list[int]:
         """Append the records in their order; their sequences. `FencedError` where another writer has taken over.
 
-        They may be appended in part when this raises. Waits for as long as the stream is full.
+        The first of them may stand, whole chunks of 1,000, when this raises. Waits for as long as the stream is full. The more
+        records a call has, the faster they go: 3,000/s by eights, 50,000/s by thousands.
         """
         async with self._writing():
             left = await self._stow(records)
-            sequences = self._next_sequences(left)
-            settling = _Settling(self)
+            sequences: list[int] = []
             while left:
-                before = self.last_sequence
-                fault = await self._pipeline(left)
-                left = left[self.last_sequence - before :]
-                while fault is not None and left and await self._stands(left[0]):
-                    self.last_sequence += 1
-                    left = left[1:]
-                await settling.after(fault, progress=self.last_sequence > before, finished=not left)
+                chunk = _head(left)
+                sequences += await self._append_whole(chunk)
+                left = left[len(chunk) :]
             return sequences
 
     async def append_atomic(self, records: Records) -> list[int]:
-        """The same as one atomic batch of at most 1,000: whole or not at all, whatever happens."""
+        """The same for at most 1,000 records, whole or not at all, whatever happens."""
         async with self._writing():
             stubs = await self._stow(records)
-            sequences = self._next_sequences(stubs)
-            conditions = [{EXPECTED_LAST: str(self.last_sequence)}] + [{}] * (len(stubs) - 1)
-            settling = _Settling(self)
-            finished = not stubs
-            while not finished:
-                fault: Unsettled | ApiError | None = None
-                try:
-                    finished = bool(await self._publisher.batch(stubs, conditions))
-                except (Unsettled, ApiError) as error:
-                    fault = error
-                    finished = await self._stands(stubs[0])  # all of them stand or none, so the first tells
-                await settling.after(fault, progress=finished, finished=finished)
-            self.last_sequence += len(stubs)
-            return sequences
+            return await self._append_whole(stubs) if stubs else []
 
     @contextlib.asynccontextmanager
     async def _writing(self) -> AsyncIterator[None]:
@@ -127,42 +107,30 @@ class ControlLog:
     async def _stow(self, records: Records) -> list[tuple[str, Stub]]:
         return [(subject, await self._publisher.stow(subject, data)) for subject, data in records]
 
-    def _next_sequences(self, stubs: Sequence[tuple[str, Stub]]) -> list[int]:
-        return list(range(self.last_sequence + 1, self.last_sequence + 1 + len(stubs)))
+    async def _append_whole(self, stubs: Sequence[tuple[str, Stub]]) -> list[int]:
+        """One chunk, which stands as a whole after `last_sequence` or not at all; tried until one of both is certain.
 
-    async def _pipeline(self, stubs: Sequence[tuple[str, Stub]]) -> Unsettled | ApiError | None:
-        """Send the records after `last_sequence`, many at a time, and move `last_sequence` over those that are acknowledged in
-        their order. Stops at the first that isn't and says why."""
-        budget = self._publisher.budget
-        out: deque[tuple[asyncio.Future[Msg], str, int]] = deque()
-        base, sent = self.last_sequence, 0
-        try:
-            while True:
-                while sent < len(stubs) and len(out) < MOST_IN_FLIGHT:
-                    subject, stub = stubs[sent]
-                    # With some of ours out, no room means: take their answers first.
-                    room = budget.take_now(len(stub.data)) if out else await budget.take(len(stub.data))
-                    if room is None:
-                        break
-                    headers = {**stub.headers, EXPECTED_LAST: str(base + sent)}
-                    try:
-                        out.append((await self._connection.post(subject, stub.data, headers=headers), subject, room))
-                    except BaseException:
-                        budget.give(room)
-                        raise
-                    sent += 1
-                if not out:
-                    return None
-                future, subject, _ = out[0]
-                reply = await self._connection.answer(future, subject, ATTEMPT_SECONDS)
-                self.last_sequence = int(answer(reply)["seq"])
-                budget.give(out.popleft()[2])
-        except (Unsettled, ApiError) as error:
-            return error
-        finally:
-            for future, _, room in out:
-                future.cancel()
-                budget.give(room)
+        Chunks follow each other, never overlap: were the next one under way before this one's answer, a successor's record in
+        this one's place would meet the next one's expectation, and a fenced writer's records would stand after it.
+        """
+        conditions = [{EXPECTED_LAST: str(self.last_sequence)}] + [{}] * (len(stubs) - 1)
+        settling = _Settling(self)
+        finished = False
+        while not finished:
+            fault: Unsettled | ApiError | None = None
+            try:
+                if len(stubs) == 1:
+                    await self._publisher.put(*stubs[0], conditions[0])
+                else:
+                    await self._publisher.batch(stubs, conditions)
+                finished = True
+            except (Unsettled, ApiError) as error:
+                fault = error
+                finished = await self._stands(stubs[0])
+            await settling.after(fault, finished=finished)
+        first = self.last_sequence + 1
+        self.last_sequence += len(stubs)
+        return list(range(first, first + len(stubs)))
 
     async def _stands(self, record: tuple[str, Stub]) -> bool:
         """Whether the record is the one after `last_sequence`; `FencedError` where another writer's is."""
@@ -188,6 +156,16 @@ class ControlLog:
             raise FencedError(f"{self._stream} begins at {state.first_sequence}: this buffer was succeeded long ago")
 
 
+def _head(stubs: list[tuple[str, Stub]]) -> list[tuple[str, Stub]]:
+    """As many of the first as one batch takes."""
+    size = 0
+    for count, (_, stub) in enumerate(stubs[:MAX_ATOMIC_MESSAGES]):
+        size += len(stub.data)
+        if size > MOST_CHUNK_BYTES and count:
+            return stubs[:count]
+    return stubs[:MAX_ATOMIC_MESSAGES]
+
+
 class _Settling:
     """What an append does between its tries: go on, wait for room without end, or give up after the client's patience."""
 
@@ -198,14 +176,11 @@ class _Settling:
         self._delay_seconds = FIRST_DELAY_SECONDS
         self._waits_for_room = False
 
-    async def after(self, fault: Unsettled | ApiError | None, *, progress: bool, finished: bool) -> None:
+    async def after(self, fault: Unsettled | ApiError | None, *, finished: bool) -> None:
         full = isinstance(fault, ApiError) and fault.err_code in STREAM_FULL
         self._tell(full and not finished)
         if finished:
             return
-        if progress:
-            self._since = time.monotonic()
-            self._delay_seconds = FIRST_DELAY_SECONDS
         if isinstance(fault, ApiError):
             await self._judge(fault)
         if not full and time.monotonic() - self._since > self._patience_seconds:

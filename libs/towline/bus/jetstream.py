@@ -74,16 +74,16 @@ class JetStream:
             delay = min(2 * delay, LONGEST_DELAY_SECONDS)
 
     async def call(self, what: str, api: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """One idempotent API request, repeated where it may help. `ApiError` for the server's refusals below 500."""
+        """One idempotent API request, repeated where it may help. `ApiError` for the refusals that are final."""
 
         async def attempt() -> dict[str, Any] | ApiError:
             reply = await self.connection.request(f"$JS.API.{api}", _encode(body) if body else b"", seconds=ATTEMPT_SECONDS)
             try:
                 return answer(reply)
             except ApiError as error:
-                if error.code < 500 and error.code != 429:
-                    return error
-                raise
+                if error.may_pass:
+                    raise
+                return error
 
         result = await self.patiently(what, attempt)
         if isinstance(result, ApiError):

@@ -68,14 +68,6 @@ class ByteBudget:
             self._out += count
         return count
 
-    def take_now(self, count: int) -> int | None:
-        """The same without waiting: None where there is no room."""
-        count = min(count, self._limit)
-        if self._waiting or self._out + count > self._limit:
-            return None
-        self._out += count
-        return count
-
     def give(self, count: int) -> None:
         self._out -= count
         while self._waiting:

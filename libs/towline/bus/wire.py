@@ -58,11 +58,16 @@ class ApiError(Exception):
         self.err_code = err_code
         self.description = description
 
+    @property
+    def may_pass(self) -> bool:
+        """Whether the same request may succeed later."""
+        return self.err_code != NO_STORAGE and (self.code >= 500 or self.code == 429)
+
     def translated(self, what: str) -> UnavailableError | UsageError:
         """As an error of Towline's: full, may pass by itself (5xx and 429), or a wrong call."""
         if self.err_code in STREAM_FULL:
             return FullError(f"{what}: {self}", code="bus_full")
-        if self.code >= 500 or self.code == 429:
+        if self.may_pass:
             return UnavailableError(f"{what}: {self}", code="bus_api")
         return UsageError(f"{what}: {self}", code="bus_api")
 
