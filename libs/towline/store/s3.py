@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import urllib3
 from minio import Minio
 from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
+from minio.helpers import check_bucket_name
 from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionError
 
 from towline.config import StoreSettings
@@ -47,6 +48,10 @@ class S3Store:
         self._prefix = parts.path.strip("/")
         if not self._bucket or parts.query or (self._prefix and checked_key(self._prefix) != self._prefix):
             raise UsageError(f"store.url = {settings.url!r}: use s3://bucket/prefix", code="store_url")
+        try:
+            check_bucket_name(self._bucket)
+        except ValueError as error:
+            raise UsageError(f"store.url = {settings.url!r}: {error}", code="store_url") from None
         endpoint = settings.endpoint or os.environ.get("AWS_ENDPOINT_URL", "") or "https://s3.amazonaws.com"
         server = urlsplit(endpoint)
         if server.scheme not in ("http", "https") or not server.netloc or server.path.strip("/"):

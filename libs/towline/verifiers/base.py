@@ -24,9 +24,12 @@ from towline.errors import UsageError, VerifierError
 from towline.verifiers.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """One finished sample, as its verifier sees it. Token IDs are the truth; `text` is decoded when it is asked for."""
+    """One finished sample, as its verifier sees it. Token IDs are the truth; `text` is decoded when it is asked for.
+
+    Compared by identity, so that a group verifier may sort, index and hash its samples.
+    """
 
     prompt_tokens: npt.NDArray[np.int32]
     """int32[P], everything before the policy's first turn."""

@@ -66,7 +66,7 @@ class State:
         self.eval_scores: dict[int, int] = {}
         self.newest_eval = -1
         self.ended: EndRecord | None = None
-        """The end that stands: the newest one, if nothing was admitted after it."""
+        """The end that stands: the newest one, unless a sample was admitted or a fork went below its depth after it."""
         self.late = 0
         """Outcomes that weren't used, as this process saw them (not a fact: a replay finds more of them late)."""
         self.unpaced = 0
@@ -215,6 +215,8 @@ class State:
         if record.epoch <= self.epoch:
             raise InvariantError(f"fork to epoch {record.epoch} after epoch {self.epoch}", code="epoch_regressed")
         self.epoch, self.fork_depth, self.fork_sequence = record.epoch, record.depth, sequence
+        if self.ended is not None and record.depth < self.ended.depth:
+            self.ended = None
         void = [depth for depth in range(record.depth, self.next_depth) if depth in self.batches]
         self.next_depth = record.depth
         for depth in void:
@@ -237,7 +239,9 @@ class State:
         self.outcome_sequence = sequence
         group = self.groups.get(outcome.group)
         sample = group.samples[outcome.sample] if group is not None and 0 <= outcome.sample < group.size else None
-        if group is None or sample is None or group.lane != outcome.lane or sample.scored is not None:
+        # A trajectory that can't be read says no lane: reward's failure of it has an empty one.
+        foreign = group is not None and outcome.lane not in (group.lane, "")
+        if group is None or sample is None or foreign or sample.scored is not None:
             if group is None and outcome.group >= self.next_group:
                 self.unpaced += 1
             else:
