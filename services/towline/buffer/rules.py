@@ -36,7 +36,7 @@ class Rules:
 
 
 def rules_from(settings: Settings, *, stop_token_ids: tuple[int, ...]) -> Rules:
-    """The run's rules; `stop_token_ids` are the model's own, used where the settings name none. `UsageError` if they can't hold."""
+    """The run's rules; `stop_token_ids` are the model's own, used where the settings name none. `UsageError` where they clash."""
     buffer, sampling = settings.buffer, settings.sampling
     if buffer.max_open_groups < buffer.groups_per_batch:
         raise UsageError(

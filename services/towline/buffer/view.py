@@ -56,8 +56,8 @@ class View:
     def finished(self) -> bool:
         """Whether the run is over.
 
-        An `end` in CONTROL stands as long as its goal does: where run.steps was raised, the data grew or a trainer went
-        back below run.steps, the run goes on, and the first task after the `end` takes its place.
+        An `end` in CONTROL stands as long as its goal does. Where run.steps was raised or the data grew, the run goes on, and
+        the first task after the `end` takes it out of force; where a trainer went back below its depth, the fork record does.
         """
         return self.state.ended is not None and self.goal is not None
 

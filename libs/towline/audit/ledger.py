@@ -1,0 +1,252 @@
+"""The auditor's own reading of CONTROL: what became of every admitted sample, and each record that can't follow the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from towline.audit.line import Line
+from towline.audit.report import Counts, Violation
+from towline.contract.control import (
+    AdmitRecord,
+    BatchRecord,
+    DropRecord,
+    EndRecord,
+    EvalRecord,
+    ForkRecord,
+    Record,
+    ReissueRecord,
+    TaskRecord,
+    WriterRecord,
+)
+from towline.contract.task import TRAIN, Task
+
+SampleKey = tuple[int, int]
+
+
+@dataclass(slots=True)
+class GroupSeen:
+    lane: str
+    size: int
+    version: int | None
+    samples: set[int] = field(default_factory=set)
+    fate: str | None = None
+    """`evaluated`, or the reason of its drop."""
+
+
+@dataclass(slots=True)
+class BatchSeen:
+    sequence: int
+    record: BatchRecord
+    void: bool = False
+
+
+class Ledger:
+    """Fed with CONTROL's records in order by `read`; `close` compares with the LOG and counts."""
+
+    def __init__(self) -> None:
+        self.violations: list[Violation] = []
+        self.groups: dict[int, GroupSeen] = {}
+        self.task_sequences: dict[int, SampleKey] = {}
+        """CONTROL sequence of each task and re-issue -> its sample."""
+        self.batches: list[BatchSeen] = []
+        self.evals: list[EvalRecord] = []
+        self.dropped: dict[str, int] = {}
+        self.evaluated = 0
+        self.ended: EndRecord | None = None
+        """The end that stands: a task after it, or a fork below its depth, takes the run up again."""
+        self._standing: dict[SampleKey, BatchSeen] = {}
+        self._named: set[tuple[int, int]] = set()
+        self._epoch = 0
+        self._writer: str | None = None
+
+    def read(self, record: Record, sequence: int) -> None:
+        """The record at `sequence`. What is wrong with it becomes a violation; it's taken as it stands all the same."""
+        self._check_writer(record, sequence)
+        match record:
+            case TaskRecord(task=task):
+                self._task(task, sequence)
+            case ReissueRecord(task=task):
+                self._reissue(task, sequence)
+            case AdmitRecord():
+                group = self.groups.setdefault(record.group, GroupSeen(record.lane, record.group_size, None))
+                self._admit(group, record.group, record.sample)
+            case BatchRecord():
+                self._batch(record, sequence)
+            case DropRecord():
+                self._drop(record)
+            case EvalRecord():
+                self._eval(record)
+            case ForkRecord():
+                self._fork(record, sequence)
+            case EndRecord():
+                self.ended = record
+            case _:
+                pass
+
+    def _fault(self, invariant: int, where: str, what: str) -> None:
+        self.violations.append(Violation(invariant, where, what))
+
+    def _check_writer(self, record: Record, sequence: int) -> None:
+        writer = record.writer.rpartition("/")[0]
+        if isinstance(record, WriterRecord):
+            self._writer = writer
+        elif writer != self._writer:
+            self._fault(2, f"CONTROL {sequence}", f"written by {writer!r} where {self._writer!r} had taken over: a fence broke")
+
+    def _task(self, task: Task, sequence: int) -> None:
+        group = self.groups.setdefault(task.group, GroupSeen(task.lane, task.group_size, task.exact_version))
+        self._admit(group, task.group, task.sample)
+        self.task_sequences[sequence] = (task.group, task.sample)
+        self.ended = None
+
+    def _admit(self, group: GroupSeen, number: int, sample: int) -> None:
+        if sample in group.samples:
+            self._fault(1, f"{number}.{sample}", "admitted twice")
+        if group.fate is not None:
+            self._fault(1, f"{number}.{sample}", f"admitted after its group was closed ({group.fate})")
+        group.samples.add(sample)
+
+    def _reissue(self, task: Task, sequence: int) -> None:
+        group = self.groups.get(task.group)
+        if group is None or task.sample not in group.samples:
+            self._fault(1, f"{task.group}.{task.sample}", f"issued again at CONTROL {sequence}, never admitted")
+        elif group.fate is not None:
+            self._fault(1, f"{task.group}.{task.sample}", f"issued again after its group was closed ({group.fate})")
+        self.task_sequences[sequence] = (task.group, task.sample)
+
+    def _batch(self, record: BatchRecord, sequence: int) -> None:
+        name = f"{record.epoch}/{record.for_depth}"
+        seen = BatchSeen(sequence, record)
+        if record.epoch != self._epoch:
+            self._fault(2, name, f"a batch of epoch {record.epoch} while the newest fork is to epoch {self._epoch}")
+        if (record.epoch, record.for_depth) in self._named:
+            self._fault(2, name, "a second batch for this epoch and depth")
+        self._named.add((record.epoch, record.for_depth))
+        rows: dict[int, set[int]] = {}
+        for row in record.rows:
+            where = f"{row.group}.{row.sample}"
+            group = self.groups.get(row.group)
+            if group is None or row.sample not in group.samples:
+                self._fault(1, where, f"in batch {name}, never admitted")
+                continue
+            if group.fate is not None:
+                self._fault(1, where, f"in batch {name} after its group was closed ({group.fate})")
+            if group.lane != TRAIN:
+                self._fault(1, where, f"in batch {name}, of lane {group.lane}")
+            before = self._standing.get((row.group, row.sample))
+            if before is not None:
+                other = f"{before.record.epoch}/{before.record.for_depth}"
+                self._fault(2, where, f"in batch {name} and in batch {other}, which no fork has voided")
+            self._standing[row.group, row.sample] = seen
+            rows.setdefault(row.group, set()).add(row.sample)
+        for number, samples in rows.items():
+            if samples != set(range(self.groups[number].size)):
+                self._fault(4, f"group {number}", f"in batch {name} with samples {sorted(samples)} of {self.groups[number].size}")
+        self.batches.append(seen)
+
+    def _drop(self, record: DropRecord) -> None:
+        where = f"group {record.group}"
+        group = self.groups.get(record.group)
+        if group is None:
+            self._fault(1, where, f"dropped as {record.reason}, never admitted")
+            return
+        if group.fate is not None:
+            self._fault(1, where, f"dropped as {record.reason} after it was closed ({group.fate})")
+            return
+        for sample in sorted(group.samples):
+            standing = self._standing.get((record.group, sample))
+            if standing is not None:
+                name = f"{standing.record.epoch}/{standing.record.for_depth}"
+                self._fault(1, f"{record.group}.{sample}", f"dropped as {record.reason} while it stands in batch {name}")
+        if record.samples != len(group.samples):
+            self._fault(1, where, f"dropped with {record.samples} samples, {len(group.samples)} were admitted")
+        group.fate = record.reason
+        self.dropped[record.reason] = self.dropped.get(record.reason, 0) + len(group.samples)
+
+    def _eval(self, record: EvalRecord) -> None:
+        seen: set[SampleKey] = set()
+        for row in record.rows:
+            where = f"{row.group}.{row.sample}"
+            group = self.groups.get(row.group)
+            if group is None or row.sample not in group.samples:
+                self._fault(1, where, f"evaluated for version {record.version}, never admitted")
+            elif group.fate is not None:
+                self._fault(1, where, f"evaluated for version {record.version} after its group was closed ({group.fate})")
+            elif group.version != record.version:
+                self._fault(1, where, f"evaluated for version {record.version}, admitted for {group.version}")
+            elif (row.group, row.sample) in seen:
+                self._fault(1, where, f"evaluated twice for version {record.version}")
+            seen.add((row.group, row.sample))
+        for number in {row.group for row in record.rows}:
+            group = self.groups.get(number)
+            if group is not None and group.fate is None:
+                group.fate = "evaluated"
+                self.evaluated += len(group.samples)
+                missing = {(number, sample) for sample in group.samples} - seen
+                for _, sample in sorted(missing):
+                    self._fault(1, f"{number}.{sample}", f"its group was evaluated for version {record.version} without it")
+        mean = sum(row.reward for row in record.rows) / len(record.rows) if record.rows else None
+        if (mean is None) != (record.mean is None) or (mean is not None and abs(mean - (record.mean or 0.0)) > 1e-9):
+            self._fault(6, f"version {record.version}", f"evaluated with mean {record.mean}, its rows have {mean}")
+        self.evals.append(record)
+
+    def _fork(self, record: ForkRecord, sequence: int) -> None:
+        if record.epoch <= self._epoch:
+            self._fault(2, f"CONTROL {sequence}", f"a fork to epoch {record.epoch} after epoch {self._epoch}")
+        self._epoch = record.epoch
+        if self.ended is not None and record.depth < self.ended.depth:
+            self.ended = None
+        for batch in self.batches:
+            if not batch.void and batch.record.for_depth >= record.depth:
+                batch.void = True
+                for row in batch.record.rows:
+                    self._standing.pop((row.group, row.sample), None)
+
+    def close(self, consumed: list[int]) -> Counts:
+        """The counts, given the LOG's `Line.consumed()`. Finds batches that the lineage has and CONTROL doesn't, samples that
+        count twice in it, and samples that are still open though the run has ended."""
+        by_name = {(batch.record.epoch, batch.record.for_depth): batch for batch in self.batches}
+        trained: dict[SampleKey, int] = {}
+        for depth, epoch in enumerate(consumed):
+            batch = by_name.get((epoch, depth))
+            if batch is None or batch.void:
+                state = "isn't in CONTROL" if batch is None else "a fork has voided"
+                self._fault(2, f"{epoch}/{depth}", f"the lineage consumed a batch that {state}")
+                continue
+            for row in batch.record.rows:
+                key = (row.group, row.sample)
+                if key in trained:
+                    self._fault(2, f"{row.group}.{row.sample}", f"trained at depth {trained[key]} and at depth {depth}")
+                trained[key] = depth
+        counts = Counts(evaluated=self.evaluated, dropped=dict(self.dropped))
+        for number, group in self.groups.items():
+            counts.admitted += len(group.samples)
+            in_lineage = [sample for sample in group.samples if (number, sample) in trained]
+            if group.fate is None:
+                counts.trained += len(in_lineage)
+                counts.open += len(group.samples) - len(in_lineage)
+                self._check_left(number, group, trained)
+            else:
+                for sample in in_lineage:
+                    self._fault(1, f"{number}.{sample}", f"trained at depth {trained[number, sample]} and {group.fate}")
+            if len(group.samples) != group.size:
+                self._fault(1, f"group {number}", f"{len(group.samples)} of its {group.size} samples were admitted")
+        return counts
+
+    def check_cursors(self, line: Line) -> None:
+        """Each version of the lineage names, as its batch cursor, the place of the batch that made its depth."""
+        at = {batch.sequence: (batch.record.epoch, batch.record.for_depth) for batch in self.batches}
+        for version in line.ancestors(line.latest) if line.latest is not None else []:
+            if version in line.version_epochs:
+                wanted = (line.version_epochs[version], line.depths[version] - 1)
+                if at.get(line.batch_cursors[version]) != wanted:
+                    name = f"batch {wanted[0]}/{wanted[1]}"
+                    self._fault(2, f"version {version}", f"CONTROL {line.batch_cursors[version]}, its batch cursor, isn't {name}")
+
+    def _check_left(self, number: int, group: GroupSeen, trained: dict[SampleKey, int]) -> None:
+        if self.ended is None:
+            return
+        for sample in sorted(group.samples):
+            # A batch beyond a run.steps that was lowered stays open: nobody trains it unless the run goes on.
+            if (number, sample) not in trained and (number, sample) not in self._standing:
+                self._fault(1, f"{number}.{sample}", f"still open though the run ended ({self.ended.reason})")

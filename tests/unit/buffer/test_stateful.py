@@ -1,0 +1,202 @@
+"""Random runs against the specification: outcomes in any order, twice and late, failures, forks, quarantines, and kill -9
+between any two appends. A rebuilt buffer holds an equal state, at every moment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from towline.buffer.decide import decide
+from towline.buffer.dump import dump, encode_state, load
+from towline.contract import control
+from towline.contract.codec import encode
+from towline.contract.outcome import Failure, Score, decode_outcome
+from towline.contract.task import VersionSpan
+from unit.buffer.specification import Specification
+from unit.buffer.world import World, rules
+
+INDEXES = ("complete", "open_train", "failing", "doomed", "stranded", "surplus", "by_version", "eval_scores")
+
+
+class BufferMachine(RuleBasedStateMachine):
+    world: World
+
+    @initialize(
+        staleness=st.integers(0, 2), keep=st.booleans(), size=st.integers(1, 2), per_batch=st.integers(1, 2),
+        every=st.integers(0, 2),
+    )  # fmt: skip
+    def start(self, staleness: int, keep: bool, size: int, per_batch: int, every: int) -> None:
+        self.world = World(
+            rules(max_staleness=staleness, keep_off_line=keep and staleness > 0, group_size=size, groups_per_batch=per_batch,
+                  steps=5, eval_every=every, eval_prompts=2)
+        )  # fmt: skip
+        self.world.append(control.WriterRecord(writer="", at=0.0))
+        self.world.base()
+        self.world.open()
+        self.at_rest = False
+
+    def _append(self, record: control.ControlRecord) -> None:
+        self.world.append(record)
+        if isinstance(record, control.BatchRecord):
+            Specification(self.world).check_batch(record)
+
+    @rule()
+    def settle(self) -> None:
+        for _ in range(200):
+            units = decide(self.world.view)
+            assert units == decide(self.world.view), "deciding changes nothing"
+            for unit in units:
+                for record in unit:
+                    self._append(record)
+            if any(isinstance(r, control.TaskRecord) and r.task.lane == "train" for unit in units for r in unit):
+                Specification(self.world).check_pacing()
+            if not units:
+                Specification(self.world).check_rest(self.world.now)
+                return
+        raise AssertionError("the decider never comes to rest")
+
+    @rule(data=st.data())
+    def die_while_appending(self, data: Any) -> None:
+        """An atomic unit stands whole or not at all; anything else may stop anywhere."""
+        units = decide(self.world.view)
+        for unit in units[: data.draw(st.integers(0, len(units)), label="units appended")]:
+            for record in unit:
+                self._append(record)
+        self.world.restart()
+
+    @rule()
+    def die(self) -> None:
+        self.world.restart()
+
+    @rule(omit=st.sampled_from([0, 0, 1, 2]), old=st.booleans(), commit=st.booleans())
+    def rounds(self, omit: int, old: bool, commit: bool) -> None:
+        self.a_round(omit=omit, old=old, commit=commit)
+
+    def a_round(self, *, omit: int, old: bool, commit: bool) -> None:
+        """Ordinary progress, so that runs get somewhere: most of what is open is scored, batched, trained and committed."""
+        self.settle()
+        awaited = [key for key in self._samples() if (key[0], key[1]) not in self._scored()]
+        for group, sample, sequences, lane, exact in awaited[omit:]:
+            line = self.world.lineage
+            version = exact if exact is not None else (line.parent(line.latest) or 0) if old else line.latest
+            score = self.world.score(group, sample, version, lane=lane, task_sequence=sequences[-1])
+            self.world.outcomes.append(encode(score))
+        self.world.read_outcomes()
+        self.settle()
+        if commit:
+            self.a_version_is_committed(batches=1)
+
+    @rule(rounds=st.integers(1, 3))
+    def plain_rounds(self, rounds: int) -> None:
+        for _ in range(rounds):
+            self.a_round(omit=0, old=False, commit=True)
+
+    def _scored(self) -> set[tuple[int, int]]:
+        return {(o.group, o.sample) for o in map(decode_outcome, self.world.outcomes) if isinstance(o, Score)}
+
+    @rule(seconds=st.sampled_from([1.0, 30.0, 60.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.now += seconds
+
+    def _samples(self) -> list[tuple[int, int, list[int], str, int | None]]:
+        """(group, sample, its task sequences, lane, exact version) of every sample that was ever admitted."""
+        found: dict[tuple[int, int], tuple[int, int, list[int], str, int | None]] = {}
+        for sequence, record in enumerate(self.world.records(), start=1):
+            if isinstance(record, control.TaskRecord | control.ReissueRecord):
+                task = record.task
+                key = (task.group, task.sample)
+                found.setdefault(key, (*key, [], task.lane, task.exact_version))[2].append(sequence)
+        scored = self._scored()
+        # Mostly samples that are still awaited: the newest ones, and those without a score.
+        return [found[key] for key in sorted(found, key=lambda key: (key in scored, -key[0], key[1]))]
+
+    @precondition(lambda self: self._samples())
+    @rule(data=st.data(), read=st.booleans(), count=st.integers(1, 6))
+    def scores_arrive(self, data: Any, read: bool, count: int) -> None:
+        for _ in range(count):
+            samples = self._samples()
+            group, sample, sequences, lane, exact = samples[data.draw(st.integers(0, min(5, len(samples) - 1)), label="sample")]
+            line = self.world.lineage
+            versions = [exact] if exact is not None else sorted({line.latest, *line.versions()[-2:]})
+            first = data.draw(st.sampled_from(versions), label="first version")
+            last = data.draw(st.sampled_from([v for v in versions if v >= first]), label="last version")
+            spans = (VersionSpan(2, 4, first, "start"),)
+            if last != first:
+                spans = (VersionSpan(2, 3, first, "start"), VersionSpan(3, 4, last, "retract"))
+            known = {(o.group, o.sample): o for o in map(decode_outcome, self.world.outcomes) if isinstance(o, Score)}
+            score = known.get((group, sample)) or self.world.score(
+                group, sample, spans=spans, lane=lane, task_sequence=data.draw(st.sampled_from(sequences), label="task"),
+                reward=data.draw(st.sampled_from([0.0, 0.5, 1.0]), label="reward"),
+            )  # fmt: skip
+            self.world.outcomes.append(encode(score))
+        if read:
+            self.world.read_outcomes()
+
+    @precondition(lambda self: self._samples())
+    @rule(
+        data=st.data(), read=st.booleans(), delivery=st.integers(1, 2), final=st.booleans(),
+        stage=st.sampled_from(["generate", "not_ready", "stale", "malformed", "verify", "version_moved"]),
+    )  # fmt: skip
+    def a_failure_arrives(self, data: Any, read: bool, delivery: int, final: bool, stage: Any) -> None:
+        group, sample, sequences, lane, _ = data.draw(st.sampled_from(self._samples()), label="sample")
+        failure = Failure(
+            run="world", lane=lane, group=group, sample=sample, delivery=delivery, stage=stage, reason="r", replica="w",
+            task_sequence=data.draw(st.sampled_from(sequences), label="task"), final=final and stage in ("malformed", "verify"),
+        )  # fmt: skip
+        self.world.outcomes.append(encode(failure))
+        if read:
+            self.world.read_outcomes()
+
+    @rule()
+    def outcomes_are_read(self) -> None:
+        self.world.read_outcomes()
+
+    @rule(batches=st.integers(1, 2))
+    def versions_are_committed(self, batches: int) -> None:
+        self.a_version_is_committed(batches)
+
+    def a_version_is_committed(self, batches: int) -> None:
+        line, state = self.world.lineage, self.world.state
+        head = line.epoch_head(line.newest_epoch or 0)
+        ready = [d for d in range(line.depth(head), state.next_depth) if state.batches[d].epoch == line.newest_epoch]
+        if len(ready) >= batches and not line.quarantined(head):
+            self.world.version(batches=batches)
+
+    @precondition(lambda self: self.world.view.depth > 0)
+    @rule(back=st.sampled_from([1, 1, 1, 2, 3]))
+    def a_trainer_opens(self, back: int) -> None:
+        self.world.open(base=self.world.lineage.path()[-back:][0])
+
+    @precondition(lambda self: self.world.view.depth > 2)
+    @rule()
+    def the_head_is_quarantined(self) -> None:
+        self.world.quarantine(self.world.lineage.latest)
+        self.world.open()
+
+    @invariant()
+    def a_rebuilt_buffer_is_equal(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        facts = dump(self.world.state)
+        rebuilt = self.world.rebuilt(outcomes=self.world.applied_outcomes)
+        assert dump(rebuilt) == facts
+        again = load(dump(rebuilt))
+        for name in INDEXES:
+            index = getattr(self.world.state, name)
+            assert getattr(rebuilt, name) == index, name
+            assert getattr(again, name) == index, name
+        assert encode_state(again)
+
+    @invariant()
+    def the_records_hold_together(self) -> None:
+        if hasattr(self, "world"):
+            Specification(self.world).check_records()
+
+
+TestBuffer = BufferMachine.TestCase
+TestBuffer.settings = settings(
+    max_examples=150, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
