@@ -18,7 +18,7 @@ modes = st.sampled_from(sorted(MODES))
 block_sizes = st.sampled_from([None, 64, 1000, 4096])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=seeds,
     mode=modes,
@@ -62,7 +62,7 @@ def test_the_plain_decoder_reads_what_the_encoder_writes(seed: int, mode: str, b
 
 
 @pytest.mark.skipif(not backend.find_spec("numba"), reason="no numba")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seed=seeds, mode=modes, block_bytes=block_sizes)
 def test_numba_and_numpy_write_the_same_bytes(seed: int, mode: str, block_bytes: int | None) -> None:
     rng = np.random.default_rng(seed)
@@ -88,7 +88,7 @@ def test_every_16_bit_pattern_can_become_every_kind_of_other(backend_name: str, 
         assert same(applied(base, parts, backend=backend_name), new)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=seeds, block_bytes=block_sizes)
 def test_an_idempotent_delta_finishes_any_half_applied_state(seed: int, block_bytes: int | None) -> None:
     rng = np.random.default_rng(seed)
