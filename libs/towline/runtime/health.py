@@ -1,0 +1,130 @@
+"""What a service says of itself to probes: /healthz (alive), /readyz (ready, or why not) and /metrics.
+
+Beyond loopback a bearer token is needed; where one is configured it's always asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from towline.config import ServiceSettings
+from towline.errors import UsageError
+from towline.runtime.metrics import CONTENT_TYPE, Metrics
+
+_START_SECONDS = 10.0
+_STOP_SECONDS = 2.0
+
+
+@dataclass(slots=True)
+class Health:
+    """A service's own word. `reason` says why it isn't ready; while it is, it may name a state worth seeing (`bus_full`)."""
+
+    is_ready: bool = False
+    reason: str = "starting"
+    alive: bool = True
+
+    def ready(self, reason: str = "") -> None:
+        self.is_ready, self.reason = True, reason
+
+    def not_ready(self, reason: str) -> None:
+        self.is_ready, self.reason = False, reason
+
+
+class HealthServer:
+    """Serves a service's health and metrics; `port` is the one that it listens on."""
+
+    def __init__(self, settings: ServiceSettings, health: Health, metrics: Metrics) -> None:
+        self._token = settings.token.get_secret_value()
+        if not self._token and not _is_loopback(settings.host):
+            raise UsageError(
+                f"service.host = {settings.host} listens beyond this machine and needs service.token; set it, or use 127.0.0.1",
+                code="service_token",
+            )
+        self._health = health
+        self._metrics = metrics
+        self._socket = _listen(settings.host, settings.port)
+        self.port: int = self._socket.getsockname()[1]
+        app = Starlette(
+            routes=[
+                Route("/healthz", self._healthz),
+                Route("/readyz", self._readyz),
+                Route("/metrics", self._metrics_page),
+            ]
+        )
+        self._server = _Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none"))
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="health-server")
+        await asyncio.wait_for(self._server.listening.wait(), _START_SECONDS)
+
+    async def close(self) -> None:
+        self._server.should_exit = True
+        if self._serving is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._serving, _STOP_SECONDS)
+        self._socket.close()
+
+    def _refusal(self, request: Request) -> Response | None:
+        if not self._token:
+            return None
+        given = request.headers.get("authorization", "")
+        if hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            return None
+        return JSONResponse({"error": "a bearer token is needed"}, 401, {"WWW-Authenticate": "Bearer"})
+
+    async def _healthz(self, request: Request) -> Response:
+        alive = self._health.alive
+        return self._refusal(request) or JSONResponse({"alive": alive}, 200 if alive else 503)
+
+    async def _readyz(self, request: Request) -> Response:
+        health = self._health
+        answer = {"ready": health.is_ready, "reason": health.reason}
+        return self._refusal(request) or JSONResponse(answer, 200 if health.is_ready else 503)
+
+    async def _metrics_page(self, request: Request) -> Response:
+        return self._refusal(request) or Response(self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # signals are the service's, which drains first
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        raise UsageError(f"service.host = {host}, service.port = {port}: {error}", code="service_port") from None
+    return listener
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
