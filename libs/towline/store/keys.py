@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 
 from towline.bus.topology import Topology
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
+
+
+def is_name(text: str) -> bool:
+    """Whether the text may be a WRITE_ID or a checkpoint's name: what another process sent is asked this first."""
+    return _NAME.fullmatch(text) is not None
 
 
 def new_write_id() -> str:

@@ -46,15 +46,19 @@ def write_version(
     new_state: Mapping[str, RawTensor],
     facts: VersionFacts,
     mode: str = "default",
+    base_digest: str | None = None,
     prove: bool = False,
     threads: int | None = None,
 ) -> Manifest:
     """Stage `new_state` as a delta on `base_state`, the state of version `base` (None: as a full representation).
 
+    base_digest: the base's model digest, which the parts then record, so that folding them can check that they follow each other.
     prove: decode the encoded bytes onto a copy of the base and compare every digest, which `publisher.verify = "sender"` needs.
     Neither state may change until this returns. May be called again with the same WRITE_ID for the same states and facts.
     """
-    encoding = encode(base_state, new_state, mode=mode, threads=threads)
+    encoding = encode(
+        base_state, new_state, mode=mode, threads=threads, base_digest=base_digest if base_state is not None else None
+    )
     uploads = _Uploads(objects, keys.version_folder(run, epoch, base, write_id))
     with uploads:
         if prove:
