@@ -15,6 +15,8 @@ RUN_NAME = re.compile(r"[a-z0-9-]{1,32}")
 
 ACK_WAIT_SECONDS = 120.0
 IN_PROGRESS_SECONDS = 30.0
+REWARD_ACK_WAIT_SECONDS = 20.0
+"""Shorter, since scoring is quick and a whole batch may wait for what a killed replica had in hand."""
 REGISTRY_TTL_SECONDS = 15.0
 LEASE_TTL_SECONDS = 15.0
 MAX_ATOMIC_MESSAGES = 1000
@@ -142,7 +144,9 @@ class Topology:
         )
 
     def reward_consumer(self, max_ack_pending: int = 4096) -> ConsumerSpec:
-        return ConsumerSpec(self.stream(TRAJECTORY), "reward", (self.subject("trajectory.>"),), max_ack_pending, 60.0)
+        return ConsumerSpec(
+            self.stream(TRAJECTORY), "reward", (self.subject("trajectory.>"),), max_ack_pending, REWARD_ACK_WAIT_SECONDS
+        )
 
     def publisher_consumer(self) -> ConsumerSpec:
         return ConsumerSpec(self.stream(POLICY), "publisher", (self.policy("staged"),), 16, 300.0)

@@ -14,7 +14,7 @@ import msgspec
 
 from towline.bus.client import Bus
 from towline.bus.consumer import Delivery
-from towline.bus.topology import OUTCOME
+from towline.bus.topology import OUTCOME, REWARD_ACK_WAIT_SECONDS
 from towline.config import RewardSettings
 from towline.contract.codec import digest, encode
 from towline.contract.outcome import Failure, FailureStage, Score
@@ -29,8 +29,8 @@ RETRY_SECONDS = (1.0, 5.0, 15.0, 30.0)
 """Before the second, third, … attempt of a verifier; the last one repeats."""
 ROOM_SECONDS = 5.0
 """Before a score that the bus had no room or no time for is tried again."""
-KEEP_SECONDS = 20.0
-"""How often a delivery that takes long is said to be in progress; well below the consumer's ack wait."""
+KEEP_SECONDS = REWARD_ACK_WAIT_SECONDS / 4
+"""How often a delivery that takes long is said to be in progress."""
 
 
 @dataclass(slots=True)
@@ -71,8 +71,8 @@ class Scorer:
     async def keep_alive(self) -> None:
         """Tell the server of deliveries that take long; runs until it is cancelled."""
         while True:
-            await asyncio.sleep(KEEP_SECONDS / 2)
-            late = time.monotonic() - KEEP_SECONDS / 2
+            await asyncio.sleep(KEEP_SECONDS)
+            late = time.monotonic() - KEEP_SECONDS
             for delivery, started in list(self._at_work.values()):
                 if started < late:
                     await delivery.in_progress()
