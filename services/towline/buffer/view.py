@@ -8,11 +8,11 @@ import xxhash
 
 from towline.buffer.rules import Rules
 from towline.buffer.state import State
-from towline.contract.control import ControlRecord
+from towline.contract.control import Record
 from towline.environment.prompts import PromptSource, exhausted
 from towline.store.lineage import Lineage
 
-Unit = tuple[ControlRecord, ...]
+Unit = tuple[Record, ...]
 """Records to be appended together: one, or an atomic batch. Their `writer` is empty until the service signs them."""
 
 

@@ -1,0 +1,68 @@
+"""The replicas that are alive, and how many tasks may be out to them: each lane's max_ack_pending is twice their slots."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+
+from towline.bus.client import Bus, Consumer
+from towline.bus.topology import REPLICAS
+from towline.contract.policy import ReplicaInfo, decode_replica
+from towline.contract.task import EVAL, TRAIN
+from towline.errors import MalformedError, MissingError
+from towline.store.lineage import Lineage
+
+
+class Fleet:
+    """`refresh` now and then; `prepare` before tasks of an eval version are issued."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.replicas: list[ReplicaInfo] = []
+        self._bus = bus
+        self._lanes: dict[int | None, tuple[Consumer, int]] = {}
+        """None (lane train) or an eval version -> its consumer and the slots that it was last told of."""
+
+    @property
+    def slots(self) -> int:
+        return sum(replica.slots for replica in self.replicas)
+
+    async def refresh(self, eval_versions: Iterable[int]) -> None:
+        """Read the registry; make lane train's consumer and those of `eval_versions` where they're missing, tell each of
+        the slots there are, and let go of the others."""
+        found = []
+        for data in (await self._bus.kv(REPLICAS).items()).values():
+            with contextlib.suppress(MalformedError):  # of another release: its tasks are its own, only its slots don't count
+                found.append(decode_replica(data))
+        self.replicas = [replica for replica in found if replica.state != "failed"]
+        wanted: set[int | None] = {None, *eval_versions}
+        for version in [version for version in self._lanes if version not in wanted]:
+            await self._lanes.pop(version)[0].close()
+        for version in wanted:
+            await self.prepare(version)
+
+    async def prepare(self, version: int | None) -> None:
+        """The lane's consumer is there, before a task of it is issued, and knows the fleet's slots."""
+        consumer, known = self._lanes.get(version, (None, -1))
+        spec = self._bus.topology.lane_consumer(TRAIN if version is None else EVAL, self.slots, version)
+        if consumer is None:
+            consumer = await self._bus.consumer(spec)
+        if known != self.slots:
+            await consumer.update(max_ack_pending=spec.max_ack_pending)
+        self._lanes[version] = (consumer, self.slots)
+
+    def eligible(self, lineage: Lineage, not_before_depth: int) -> bool:
+        """Whether a replica serves, or is on its way to, a version of the line with this depth."""
+        for replica in self.replicas:
+            if replica.state in ("starting", "preparing", "activating", "following"):
+                return True
+            if replica.state == "serving" and replica.version is not None:
+                with contextlib.suppress(MissingError):
+                    if lineage.on_line(replica.version) and lineage.depth(replica.version) >= not_before_depth:
+                        return True
+        return False
+
+    async def close(self) -> None:
+        """Let go of the consumers; they stay for the workers."""
+        for consumer, _ in self._lanes.values():
+            await consumer.close()
+        self._lanes.clear()

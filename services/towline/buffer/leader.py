@@ -1,0 +1,260 @@
+"""One buffer's leadership: rebuild the state, take CONTROL over, then decide, append and apply, over and over.
+
+Everything happens in one loop, so that no outcome is taken in between a decision and its record. OUTCOME and the LOG are read
+beside it and wait in line; the LOG's entries enter the lineage only here, so that each decision sees one lineage throughout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+import structlog
+
+from towline.buffer.decide import decide, unknown_versions
+from towline.buffer.dump import encode_state
+from towline.buffer.figures import waiting_for
+from towline.buffer.fleet import Fleet
+from towline.buffer.prompting import load_run
+from towline.buffer.records import chunks
+from towline.buffer.replay import apply_outcome, read_control, read_outcomes, rebuild
+from towline.buffer.rules import Rules
+from towline.buffer.state import State
+from towline.buffer.view import Sources, Unit, View
+from towline.bus.client import Bus, Message
+from towline.bus.control_log import ControlLog
+from towline.bus.topology import OUTCOME
+from towline.config import Settings
+from towline.contract.control import EndRecord, SnapshotRecord, TaskRecord
+from towline.errors import ConflictError, UnavailableError
+from towline.store.blobs import Blobs
+from towline.store.lineage import Lineage
+from towline.store.log import Log
+from towline.store.objects import ObjectStore
+
+LOG_POLL_SECONDS = 0.5
+"""How often the LOG is read where no hint comes."""
+FLEET_SECONDS = 1.0
+"""How often the registry is read and the named state looked at."""
+TICK_SECONDS = 0.25
+"""How long the loop sleeps where nothing wakes it: deadlines are seen within this time."""
+OUTCOMES_AT_A_TIME = 4096
+MOST_OUTCOMES_WAITING = 16384
+TAKE_OVER_TRIES = 20
+
+Tell = Callable[[str], None]
+
+
+class Leader:
+    """`lead` until it raises or `draining` is set. `tell` hears the named state; `state` and `lineage` are there to look at."""
+
+    def __init__(self, settings: Settings, bus: Bus, objects: ObjectStore, tell: Tell) -> None:
+        self.state = State()
+        self.lineage = Lineage()
+        self.fleet = Fleet(bus)
+        self.finished = False
+        self._settings = settings
+        self._bus = bus
+        self._objects = objects
+        self._blobs = Blobs(objects, settings.run.name)
+        self._tell = tell
+        self._log = Log(objects, settings.run.name)
+        self._control = ControlLog(bus, "", on_full=self._on_full)
+        self._run: tuple[Rules, Sources] | None = None
+        self._outcomes: deque[Message] = deque()
+        self._room = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._poll = asyncio.Event()
+        self._looked_at = 0.0
+        self._snapshot_at = 0
+        self._waits_since: tuple[int, float] = (-1, 0.0)
+        self._say = structlog.get_logger("towline.buffer")
+
+    async def lead(self, draining: asyncio.Event) -> None:
+        """`FencedError` when another buffer took over. `UnavailableError`: call again, everything is read anew."""
+        self._tell("replaying: reading CONTROL and OUTCOME")
+        await self._take_over()
+        await self._read_log()
+        self._take_entries()
+        await read_outcomes(self._bus, self.state)
+        self._outcomes.clear()
+        self._room.set()
+        self._say.info(
+            "leading", writer=self._control.writer_id, control=self.state.control_sequence, outcome=self.state.outcome_sequence
+        )
+        readers = [asyncio.create_task(reader, name="buffer-reader") for reader in (self._outcome_reader(), self._log_reader(),
+                                                                                    self._hint_reader())]  # fmt: skip
+        try:
+            while not draining.is_set():
+                for reader in readers:
+                    if reader.done():
+                        reader.result()
+                self._wake.clear()
+                await self.tick()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), TICK_SECONDS)
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+            await self.fleet.close()
+
+    async def tick(self) -> None:
+        """Take in what has come, then decide until there is nothing to decide."""
+        await self._take_outcomes()
+        self._take_entries()
+        if unknown_versions(self.state, self.lineage):
+            await self._read_log()
+            self._take_entries()
+        view = await self._view()
+        if view is None:
+            return
+        if time.monotonic() - self._looked_at >= FLEET_SECONDS:
+            await self._look_around(view)
+        while units := decide(view):
+            await self._append(units)
+            view = self._at(time.time())
+        self._see_end(view)
+        if self.state.control_sequence - self._snapshot_at >= self._settings.buffer.snapshot_every_records:
+            await self._snapshot()
+
+    # taking over
+
+    async def _take_over(self) -> None:
+        """The state to CONTROL's end, with our own writer record as the last."""
+        self._control = ControlLog(self._bus, secrets.token_hex(6), on_full=self._on_full)
+        self.state = await rebuild(self._bus, self._blobs)
+        self._snapshot_at = self.state.control_sequence
+        for _ in range(TAKE_OVER_TRIES):
+            self._control.last_sequence = self.state.control_sequence
+            try:
+                await self._control.take_over()
+            except ConflictError:
+                await read_control(self._bus, self.state)
+                continue
+            await read_control(self._bus, self.state)
+            return
+        raise UnavailableError("CONTROL is being written by another buffer all the time", code="take_over")
+
+    # what comes in
+
+    async def _outcome_reader(self) -> NoReturn:
+        async with contextlib.aclosing(self._bus.read(OUTCOME, start=self.state.outcome_sequence + 1)) as messages:
+            async for message in messages:
+                self._outcomes.append(message)
+                self._wake.set()
+                if len(self._outcomes) >= MOST_OUTCOMES_WAITING:
+                    self._room.clear()
+                    await self._room.wait()
+        raise UnavailableError("OUTCOME's reader ended", code="reader_ended")
+
+    async def _log_reader(self) -> NoReturn:
+        while True:
+            with contextlib.suppress(UnavailableError):  # asked again; meanwhile what stands is decided on what is known
+                await self._read_log()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._poll.wait(), LOG_POLL_SECONDS)
+            self._poll.clear()
+
+    async def _hint_reader(self) -> NoReturn:
+        async for _ in self._bus.subscribe_hints("opened", "committed"):
+            self._poll.set()
+        raise UnavailableError("the hints ended", code="reader_ended")
+
+    async def _read_log(self) -> None:
+        """Entries that this reads wait until the loop takes them in."""
+        if await asyncio.to_thread(self._log.refresh):
+            self._wake.set()
+
+    def _take_entries(self) -> None:
+        while self.lineage.next_number < self._log.next_number:
+            self.lineage.extend(self._log.entry(self.lineage.next_number))
+
+    async def _take_outcomes(self) -> None:
+        for _ in range(min(len(self._outcomes), OUTCOMES_AT_A_TIME)):
+            message = self._outcomes.popleft()
+            fault = apply_outcome(self.state, message.data, message.sequence)
+            if fault is not None:
+                self._say.warning("outcome_malformed", sequence=message.sequence, reason=fault)
+                with contextlib.suppress(UnavailableError):  # it stays in OUTCOME all the same
+                    await self._bus.dead("outcome", message.data, fault, sequence=message.sequence, subject=message.subject)
+        if self._outcomes:
+            self._wake.set()
+        if len(self._outcomes) < MOST_OUTCOMES_WAITING:
+            self._room.set()
+
+    # deciding
+
+    async def _view(self) -> View | None:
+        if not self.lineage.path():
+            self._tell("no_base_model: the LOG has no entry 0; the trainer writes it")
+            return None
+        if self._run is None:
+            self._run = await asyncio.to_thread(load_run, self._settings, self._objects, self._log)
+        return self._at(time.time())
+
+    def _at(self, now: float) -> View:
+        assert self._run is not None
+        return View(self.state, self.lineage, *self._run, now)
+
+    async def _append(self, units: list[Unit]) -> None:
+        for version in _eval_versions(units):
+            await self.fleet.prepare(version)
+        for chunk in chunks(units, self._bus.topology, self._control.stamp):
+            sequences = await self._control.append_atomic(chunk.messages)
+            for record, sequence in zip(chunk.records, sequences, strict=True):
+                self.state.apply(record, sequence)
+                if not isinstance(record, TaskRecord):
+                    self._say.debug("appended", kind=type(record).__name__, sequence=sequence)
+
+    async def _snapshot(self) -> None:
+        """The state as a blob and the record that names it. A store that is away only puts it off."""
+        data, covers, cursor = encode_state(self.state), self.state.control_sequence, self.state.outcome_sequence
+        self._snapshot_at = covers
+        try:
+            blob = await asyncio.to_thread(self._blobs.put, data)
+        except UnavailableError as error:
+            self._say.warning("snapshot_put_off", reason=error.message)
+            return
+        await self._append([(SnapshotRecord(writer="", blob=blob, covers=covers, outcome_cursor=cursor),)])
+        self._say.info("snapshot", nbytes=len(data), covers=covers, outcome_cursor=cursor)
+
+    # what is said
+
+    async def _look_around(self, view: View) -> None:
+        self._looked_at = time.monotonic()
+        await self.fleet.refresh(self.state.open_eval)
+        oldest = view.depth if view.depth < self.state.next_depth else -1
+        if oldest != self._waits_since[0]:
+            self._waits_since = (oldest, time.monotonic())
+        waits = time.monotonic() - self._waits_since[1] if oldest >= 0 else 0.0
+        self._tell(waiting_for(view, self.fleet, batch_waits_seconds=waits))
+
+    def _see_end(self, view: View) -> None:
+        finished = view.finished
+        if finished != self.finished:
+            self.finished = finished
+            end: EndRecord | None = self.state.ended
+            self._say.info("run_ended" if finished else "run_goes_on", depth=view.depth, reason=end.reason if end else None)
+            self._looked_at = 0.0
+
+    def _on_full(self, full: bool) -> None:
+        if full:
+            self._tell("bus_full: CONTROL has no room; raise bus.budget_bytes, or free the server's disk")
+        else:
+            self._looked_at = 0.0
+
+
+def _eval_versions(units: list[Unit]) -> Iterator[int]:
+    """The versions whose lane needs a consumer before these are appended."""
+    yield from dict.fromkeys(
+        record.task.exact_version
+        for unit in units
+        for record in unit
+        if isinstance(record, TaskRecord) and record.task.exact_version is not None
+    )

@@ -1,0 +1,60 @@
+"""The buffer as a service: one leads under the lease, others stand by; CONTROL's compare-and-swap decides who may write."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from towline.buffer.figures import HANGING, figures
+from towline.buffer.leader import Leader
+from towline.bus.client import Bus
+from towline.config import Settings
+from towline.errors import UnavailableError
+from towline.runtime.service import Service
+from towline.store.objects import ObjectStore
+
+RETRY_SECONDS = 1.0
+
+
+class BufferService(Service):
+    """Admits, bounds, batches and evaluates, and says when the run is over. It stays to say so until it's asked to stop."""
+
+    name: ClassVar[str] = "buffer"
+    lease: ClassVar[str | None] = "buffer"
+
+    def __init__(self, settings: Settings, *, bus: Bus, objects: ObjectStore, replica: str) -> None:
+        super().__init__(settings, bus=bus, objects=objects, replica=replica)
+        self._leader = Leader(settings, bus, objects, self._tell)
+        self._named_state = ""
+
+    async def run(self) -> None:
+        while not self.draining.is_set():
+            try:
+                await self._leader.lead(self.draining)
+            except UnavailableError as error:
+                # The fate of what was appended last is unknown: everything is read again, and CONTROL taken over anew.
+                self.health.not_ready(f"unavailable: {error.message}")
+                self.log.warning("unavailable", code=error.code, reason=error.message)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.draining.wait(), RETRY_SECONDS)
+
+    def figures(self) -> Mapping[str, Any]:
+        leader = self._leader
+        end = leader.state.ended if leader.finished else None
+        return figures(leader.state, leader.lineage, self.settings.run.steps) | {
+            "finished": leader.finished,
+            "end_reason": end.reason if end is not None else None,
+            "state": self._named_state,
+            "fleet_slots": leader.fleet.slots,
+        }
+
+    def _tell(self, state: str) -> None:
+        if state != self._named_state:
+            self.log.info("state", state=state or "running")
+        self._named_state = state
+        if state.partition(":")[0] in (*HANGING, "replaying"):
+            self.health.not_ready(state)
+        else:
+            self.health.ready(state)
