@@ -13,7 +13,7 @@ from typing import Protocol
 
 from towline.delta import classes, streams
 from towline.delta.classes import NumpyScans, Scans
-from towline.delta.numbers import Bytes
+from towline.delta.numbers import Bytes, Unsigned, to_planes
 from towline.errors import UsageError
 
 Absorb = Callable[[int, int, int], None]
@@ -27,6 +27,9 @@ class Backend(Protocol):
         self, codec: str, old: Sequence[Bytes], new: Sequence[Bytes], width: int, sign_magnitude: bool, absorb: Absorb
     ) -> tuple[int, list[Bytes]]:
         """(changed elements, streams) of a block whose bytes are those of the views one after another."""
+
+    def planes(self, values: Unsigned) -> list[Bytes]:
+        """Byte k of every value, for each k."""
 
     def decode(
         self, codec: str, target: Sequence[Bytes], data: Sequence[Bytes], width: int, sign_magnitude: bool, absorb: Absorb
@@ -50,6 +53,9 @@ class NumpyBackend:
         for index, view in enumerate(new):
             absorb(index, 0, view.size)
         return out
+
+    def planes(self, values: Unsigned) -> list[Bytes]:
+        return to_planes(values)
 
     def decode(
         self, codec: str, target: Sequence[Bytes], data: Sequence[Bytes], width: int, sign_magnitude: bool, absorb: Absorb

@@ -29,32 +29,33 @@ PER_CLASS = 4
 class Scans(Protocol):
     """The passes over every element of a block (uint16[n]); `classes` is uint8[256]."""
 
-    def counts(self, old: Unsigned) -> Index:
-        """int64[256]: elements with each class value."""
+    def ranks(self, old: Unsigned, classes: Bytes, positions: Index) -> tuple[Index, Index]:
+        """(how many elements of the same class stand before each position, int64[256] elements of each class)."""
 
-    def ranks(self, old: Unsigned, classes: Bytes, positions: Index) -> Index:
-        """How many elements of the same class stand before each position."""
+    def locate(self, old: Unsigned, classes: Bytes, ranks: Index, starts: Index) -> tuple[Index, Index]:
+        """(the positions of ranks[starts[c]:starts[c+1]], ascending, of each class c; elements of each class as above).
 
-    def locate(self, old: Unsigned, classes: Bytes, ranks: Index, starts: Index) -> Index:
-        """The positions of ranks[starts[c]:starts[c+1]] (ascending) of each class c."""
+        What it gives for a rank that is no element's is undefined.
+        """
 
 
 class NumpyScans:
-    def counts(self, old: Unsigned) -> Index:
-        return np.bincount(class_value(old), minlength=256)
-
-    def ranks(self, old: Unsigned, classes: Bytes, positions: Index) -> Index:
+    def ranks(self, old: Unsigned, classes: Bytes, positions: Index) -> tuple[Index, Index]:
         of = classes[class_value(old)]
         ranks = np.empty(positions.size, np.int64)
         for c in range(int(classes.max()) + 1):
             mine = of[positions] == c
             ranks[mine] = np.searchsorted(np.flatnonzero(of == c), positions[mine])
-        return ranks
+        return ranks, np.bincount(of, minlength=256)
 
-    def locate(self, old: Unsigned, classes: Bytes, ranks: Index, starts: Index) -> Index:
+    def locate(self, old: Unsigned, classes: Bytes, ranks: Index, starts: Index) -> tuple[Index, Index]:
         of = classes[class_value(old)]
-        found = [np.flatnonzero(of == c)[ranks[starts[c] : starts[c + 1]]] for c in range(starts.size - 1)]
-        return np.concatenate(found)
+        found = []
+        for c in range(starts.size - 1):
+            wanted = ranks[starts[c] : starts[c + 1]]
+            members = np.flatnonzero(of == c)
+            found.append(members[np.minimum(wanted, members.size - 1)] if members.size else np.zeros(wanted.size, np.int64))
+        return np.concatenate(found), np.bincount(of, minlength=256)
 
 
 def class_value(bits: Unsigned) -> Bytes:
@@ -69,11 +70,9 @@ def limits(count: int, classes: int) -> list[int]:
 
 def encode(old: Unsigned, new: Unsigned, positions: Index, sign_magnitude: bool, scans: Scans) -> list[Bytes]:
     """The streams of a block in which `positions` changed."""
-    counts = scans.counts(old)
     classes = _pool(np.bincount(class_value(old[positions]), minlength=256))
     number = int(classes.max()) + 1
-    sizes = np.bincount(classes, weights=counts, minlength=number).astype(np.int64)
-    ranks = scans.ranks(old, classes, positions)
+    ranks, sizes = scans.ranks(old, classes, positions)
     steps = steps_of(old[positions], new[positions], sign_magnitude)
     of = classes[class_value(old[positions])]
     kinds = np.zeros(number, np.uint8)
@@ -96,15 +95,18 @@ def decode(target: Unsigned, streams: Sequence[Bytes], sign_magnitude: bool, sca
     number = int(classes.max()) + 1
     if kinds.size != number or len(streams) != 1 + PER_CLASS * number + 3:
         raise CorruptError("a class map is for another number of classes", code="delta_stream")
-    sizes = np.bincount(classes, weights=scans.counts(target), minlength=number).astype(np.int64)
     ranks, codes = [], []
     for c in range(number):
         at = 1 + PER_CLASS * c
-        ranks.append(_find(int(kinds[c]), streams[at : at + 3], int(sizes[c])))
+        ranks.append(_find(int(kinds[c]), streams[at : at + 3], target.size))
         codes.append(unpack(streams[at + 3], 2, ranks[c].size))
     starts = np.cumsum([0, *(each.size for each in ranks)])
     steps = read_step_codes([pack(np.concatenate(codes), 2), *streams[-3:]], int(starts[-1]), 2)
-    positions = scans.locate(target, classes, np.concatenate(ranks), starts)
+    positions, sizes = scans.locate(target, classes, np.concatenate(ranks), starts)
+    for c, mine in enumerate(ranks):
+        flags = int(kinds[c]) == BITMAP and streams[1 + PER_CLASS * c].size != -(-int(sizes[c]) // 8)
+        if flags or (mine.size and mine[-1] >= sizes[c]):
+            raise CorruptError("places don't fit their class", code="delta_stream")
     target[positions] = add(target[positions], differences_of(steps), sign_magnitude)
     return int(positions.size)
 
@@ -137,15 +139,10 @@ def _place(ranks: Index, size: int) -> tuple[int, list[Bytes]]:
     return min(options, key=lambda option: sum(len(frames.compress(stream)) for stream in option[1]))
 
 
-def _find(kind: int, streams: Sequence[Bytes], size: int) -> Index:
-    """The ranks that `_place` wrote."""
-    if kind == BITMAP:
-        if streams[0].size != -(-size // 8) or streams[1].size or streams[2].size:
-            raise CorruptError("a class's flags don't fit its elements", code="delta_stream")
-        flags = np.unpackbits(streams[0], bitorder="little")
-        if flags[size:].any():
-            raise CorruptError("a class's flags go on after its elements", code="delta_stream")
-        return np.flatnonzero(flags)
+def _find(kind: int, streams: Sequence[Bytes], limit: int) -> Index:
+    """The ranks that `_place` wrote; those of a class with more than `limit` elements can't be."""
+    if kind == BITMAP and streams[0].size <= -(-limit // 8) and not streams[1].size and not streams[2].size:
+        return np.flatnonzero(np.unpackbits(streams[0], bitorder="little"))
     if kind == SPLIT:
         codes = unpack(streams[1], 2, streams[0].size)
         high = codes.astype(np.int64)
@@ -153,11 +150,7 @@ def _find(kind: int, streams: Sequence[Bytes], size: int) -> Index:
         if over.size != (codes == 3).sum():
             raise CorruptError("streams of different lengths", code="delta_stream")
         high[codes == 3] += over
-        ranks = to_positions(streams[0] + (high << 8))
-    elif kind == RUNS and not streams[1].size and not streams[2].size:
-        ranks = to_positions(from_runs(streams[0]))
-    else:
-        raise CorruptError(f"unknown kind {kind} of positions", code="delta_stream")
-    if ranks.size and ranks[-1] >= size:
-        raise CorruptError("a position lies outside of its class", code="delta_stream")
-    return ranks
+        return to_positions(streams[0] + (high << 8))
+    if kind == RUNS and not streams[1].size and not streams[2].size:
+        return to_positions(from_runs(streams[0]))
+    raise CorruptError(f"places of kind {kind} have impossible streams", code="delta_stream")

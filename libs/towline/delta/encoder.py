@@ -11,7 +11,7 @@ import xxhash
 from towline.delta import frames, streams
 from towline.delta.backend import Absorb, Backend, backend
 from towline.delta.checksum import StateHash
-from towline.delta.numbers import Bytes, is_sign_magnitude, to_planes, width_of
+from towline.delta.numbers import Bytes, is_sign_magnitude, width_of
 from towline.delta.part import Block, Table, write_part
 from towline.delta.plan import BLOCK_BYTES, DENSE_BLOCK_BYTES, Work, cut
 from towline.delta.state import RawTensor, TensorSpec
@@ -235,7 +235,7 @@ class _Encoder:
         if work.old is None:
             for index, view in enumerate(work.new):
                 absorb(index, 0, view.size)
-            return streams.RAW, work.count, _pack(to_planes(streams.as_elements(work.new, width)))
+            return streams.RAW, work.count, _pack(self._backend.planes(streams.as_elements(work.new, width)))
         first = streams.LOW2 if self.mode == "idempotent" else streams.SPARSE
         changed, data = self._backend.encode(first, work.old, work.new, width, sign, absorb)
         best = (first, _pack(data))
@@ -250,9 +250,10 @@ class _Encoder:
 
     def _others(self, work: Work, width: int, sign: bool) -> Iterator[tuple[str, list[bytes]]]:
         after = streams.as_elements(work.new, width)
-        yield streams.RAW, _pack(to_planes(after))
+        yield streams.RAW, _pack(self._backend.planes(after))
         if self.mode != "idempotent" and work.old is not None:
-            yield streams.DIFF, _pack(streams.encode_diff(streams.as_elements(work.old, width), after, sign))
+            differences = streams.zigzag_differences(streams.as_elements(work.old, width), after, sign)
+            yield streams.DIFF, _pack(self._backend.planes(differences))
 
 
 def _ignore(index: int, start: int, stop: int) -> None:

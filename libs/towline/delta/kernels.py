@@ -9,6 +9,7 @@ import numpy as np
 from towline.delta import classes, kernels16, streams
 from towline.delta.backend import Absorb, NumpyBackend
 from towline.delta.classes import Scans
+from towline.delta.frames import EMPTY
 from towline.delta.numbers import Bytes, Index, Unsigned
 from towline.errors import CorruptError
 
@@ -44,20 +45,15 @@ class _Scratch:
 
 
 class NumbaScans:
-    def counts(self, old: Unsigned) -> Index:
-        out = np.zeros(256, np.int64)
-        kernels16.class_counts(old.view(np.uint8), out)
-        return out
+    def ranks(self, old: Unsigned, classes: Bytes, positions: Index) -> tuple[Index, Index]:
+        ranks, counts = np.empty(positions.size, np.int64), np.zeros(256, np.int64)
+        kernels16.class_ranks(old.view(np.uint8), classes, positions, ranks, counts)
+        return ranks, counts
 
-    def ranks(self, old: Unsigned, classes: Bytes, positions: Index) -> Index:
-        out = np.empty(positions.size, np.int64)
-        kernels16.class_ranks(old.view(np.uint8), classes, positions, out)
-        return out
-
-    def locate(self, old: Unsigned, classes: Bytes, ranks: Index, starts: Index) -> Index:
-        out = np.empty(ranks.size, np.int64)
-        kernels16.class_locate(old.view(np.uint8), classes, ranks, starts, out)
-        return out
+    def locate(self, old: Unsigned, classes: Bytes, ranks: Index, starts: Index) -> tuple[Index, Index]:
+        positions, counts = np.zeros(ranks.size, np.int64), np.zeros(256, np.int64)
+        kernels16.class_locate(old.view(np.uint8), classes, ranks, starts, positions, counts)
+        return positions, counts
 
 
 class NumbaBackend(NumpyBackend):
@@ -67,17 +63,27 @@ class NumbaBackend(NumpyBackend):
     def encode(
         self, codec: str, old: Sequence[Bytes], new: Sequence[Bytes], width: int, sign_magnitude: bool, absorb: Absorb
     ) -> tuple[int, list[Bytes]]:
-        if width != 2 or codec not in (streams.SPARSE, streams.CLASSES):
+        if width != 2:
             return super().encode(codec, old, new, width, sign_magnitude, absorb)
+        if codec == streams.SPARSE:
+            return _encode_sparse(old, new, 0xFFFF if sign_magnitude else 0, absorb)
+        before, after = streams.as_elements(old, width), streams.as_elements(new, width)
+        found = np.empty(before.size, np.int64)
+        positions = found[: kernels16.positions(before.view(np.uint8), after.view(np.uint8), found)]
         if codec == streams.CLASSES:
-            before, after = streams.as_elements(old, width), streams.as_elements(new, width)
-            found = np.empty(before.size, np.int64)
-            positions = found[: kernels16.positions(before.view(np.uint8), after.view(np.uint8), found)]
             data = classes.encode(before, after, positions, sign_magnitude, self.scans)
-            for index, view in enumerate(new):
-                absorb(index, 0, view.size)
-            return int(positions.size), data
-        return _encode_sparse(old, new, 0xFFFF if sign_magnitude else 0, absorb)
+        else:
+            data = streams.encode_low2(before, after, positions, sign_magnitude)
+        for index, view in enumerate(new):
+            absorb(index, 0, view.size)
+        return int(positions.size), data if positions.size else [EMPTY] * len(data)
+
+    def planes(self, values: Unsigned) -> list[Bytes]:
+        if values.itemsize != 2:
+            return super().planes(values)
+        low, high = np.empty(values.size, np.uint8), np.empty(values.size, np.uint8)
+        kernels16.split(np.ascontiguousarray(values).view(np.uint8), low, high)
+        return [low, high]
 
     def decode(
         self, codec: str, target: Sequence[Bytes], data: Sequence[Bytes], width: int, sign_magnitude: bool, absorb: Absorb

@@ -203,42 +203,64 @@ def positions(a: Any, b: Any, out: Any) -> Any:
     return np.int64(total)
 
 
-@compiled(types.void(READ, INDEX))
-def class_counts(w: Any, counts: Any) -> None:
-    """Add to counts[int64[256]] how often each class value (bits 7..14) stands in w."""
-    for i in range(_u(w.size) >> _u(1)):
-        counts[(load(w, _u(i) + _u(i)) >> 7) & 255] += 1
-
-
-@compiled(types.void(READ, READ, INDEX_READ, INDEX))
-def class_ranks(w: Any, classes: Any, at: Any, ranks: Any) -> None:
-    """ranks[j]: how many elements of at[j]'s class stand before it."""
-    counts = np.zeros(256, np.int64)
+@compiled(types.void(READ, READ, INDEX_READ, INDEX, INDEX))
+def class_ranks(w: Any, classes: Any, at: Any, ranks: Any, counts: Any) -> None:
+    """ranks[j]: how many elements of at[j]'s class stand before it; counts[int64[256]] becomes each class's elements."""
+    odd = np.zeros(256, np.int64)  # counting into two tables in turn: an element needn't wait for the one before it
     i = np.int64(0)
-    for j in range(at.size):
-        while i < at[j]:
+    n = np.int64(w.size >> 1)
+    for j in range(at.size + 1):
+        end = at[j] if j < at.size else n
+        while i + 1 < end:
+            counts[classes[(load(w, _u(i + i)) >> 7) & 255]] += 1
+            odd[classes[(load(w, _u(i + i + 2)) >> 7) & 255]] += 1
+            i += 2
+        if i < end:
             counts[classes[(load(w, _u(i + i)) >> 7) & 255]] += 1
             i += 1
-        ranks[j] = counts[classes[(load(w, _u(i + i)) >> 7) & 255]]
+        if j < at.size:
+            mine = classes[(load(w, _u(i + i)) >> 7) & 255]
+            ranks[j] = counts[mine] + odd[mine]
+    for c in range(256):
+        counts[c] += odd[c]
 
 
-@compiled(types.void(READ, READ, INDEX_READ, INDEX_READ, INDEX))
-def class_locate(w: Any, classes: Any, ranks: Any, starts: Any, at: Any) -> None:
-    """at[j]: the position of rank ranks[j] within its class c, starts[c] <= j < starts[c + 1]. The ranks exist."""
+@compiled(types.void(READ, READ, INDEX_READ, INDEX_READ, INDEX, INDEX))
+def class_locate(w: Any, classes: Any, ranks: Any, starts: Any, at: Any, counts: Any) -> None:
+    """at[j]: the position of rank ranks[j] within its class c, starts[c] <= j < starts[c + 1], ascending; counts as above.
+    Places of ranks that don't exist are left as they are."""
     number = starts.size - 1
-    upcoming = np.full(256, -1, np.int64)
+    left = np.full(256, -1, np.int64)  # elements of the class up to the one that is looked for
     cursor = np.zeros(256, np.int64)
-    counts = np.zeros(256, np.int64)
     for c in range(number):
         cursor[c] = starts[c]
         if starts[c] < starts[c + 1]:
-            upcoming[c] = ranks[starts[c]]
+            left[c] = ranks[starts[c]]
     for i in range(np.int64(w.size >> 1)):
         value = np.int64(classes[(load(w, _u(i + i)) >> 7) & 255])
-        if counts[value] == upcoming[value]:
+        rest = left[value] - 1
+        left[value] = rest
+        if rest == -1:
             j = cursor[value]
-            at[j] = i
-            j += 1
-            cursor[value] = j
-            upcoming[value] = ranks[j] if j < starts[value + 1] else -1
-        counts[value] += 1
+            if j < starts[value + 1]:
+                at[j] = i
+                cursor[value] = j + 1
+                if j + 1 < starts[value + 1]:
+                    left[value] = ranks[j + 1] - ranks[j] - 1
+    for c in range(number):
+        first, found = starts[c], cursor[c]
+        if found == first:
+            begun = ranks[first] if first < starts[c + 1] else np.int64(-1)
+        elif found < starts[c + 1]:
+            begun = ranks[found]
+        else:
+            begun = ranks[found - 1]
+        counts[c] = begun - left[c]
+
+
+@compiled(types.void(READ, WRITE, WRITE))
+def split(data: Any, low: Any, high: Any) -> None:
+    """Even bytes and odd bytes."""
+    for i in range(low.size):
+        low[i] = data[2 * i]
+        high[i] = data[2 * i + 1]

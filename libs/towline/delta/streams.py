@@ -78,7 +78,7 @@ def _read_escaped(small: Bytes, planes: list[Bytes], count: int, width: int) -> 
 
 
 def steps_of(old: Unsigned, new: Unsigned, sign_magnitude: bool) -> Unsigned:
-    return zigzag(key(new, sign_magnitude) - key(old, sign_magnitude)) - old.dtype.type(1)
+    return zigzag_differences(old, new, sign_magnitude) - old.dtype.type(1)
 
 
 def differences_of(steps: Unsigned) -> Unsigned:
@@ -157,8 +157,8 @@ def _nearest(keys: Unsigned, low: Unsigned, bits: int, below: int) -> Unsigned:
 # --- every element ---
 
 
-def encode_diff(old: Unsigned, new: Unsigned, sign_magnitude: bool) -> list[Bytes]:
-    return to_planes(zigzag(key(new, sign_magnitude) - key(old, sign_magnitude)))
+def zigzag_differences(old: Unsigned, new: Unsigned, sign_magnitude: bool) -> Unsigned:
+    return zigzag(key(new, sign_magnitude) - key(old, sign_magnitude))
 
 
 def read_whole(streams: Sequence[Bytes], count: int, width: int) -> Unsigned:
@@ -176,7 +176,7 @@ def encode(codec: str, old: Unsigned, new: Unsigned, sign_magnitude: bool) -> tu
     elif codec == LOW2:
         streams = encode_low2(old, new, positions, sign_magnitude)
     else:
-        streams = encode_diff(old, new, sign_magnitude) if codec == DIFF else to_planes(new)
+        streams = to_planes(zigzag_differences(old, new, sign_magnitude) if codec == DIFF else new)
     return int(positions.size), streams if streams[0].size else [EMPTY] * len(streams)
 
 
