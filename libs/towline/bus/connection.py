@@ -118,7 +118,8 @@ class Connection:
         """`Unsettled` after `seconds` without a connection."""
         if not self._connected.is_set():
             try:
-                await asyncio.wait_for(self._connected.wait(), seconds)
+                async with asyncio.timeout(seconds):
+                    await self._connected.wait()
             except TimeoutError:
                 raise Unsettled(self._away()) from None
 
@@ -177,7 +178,8 @@ class Connection:
     async def answer(self, future: asyncio.Future[Msg], subject: str, seconds: float) -> Msg:
         """The answer to a `post`, under the rules of `request`."""
         try:
-            reply = future.result() if future.done() else await asyncio.wait_for(future, seconds)
+            async with asyncio.timeout(seconds):  # not wait_for, which in 3.11 may swallow a cancellation
+                reply = await future
         except TimeoutError:
             raise Unsettled(f"no answer on {subject} within {seconds:g} s") from None
         if reply.headers and reply.headers.get("Status") == NO_RESPONDERS:

@@ -194,7 +194,8 @@ class Consumer:
                 return None
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), left)
+                async with asyncio.timeout(left):
+                    await self._wake.wait()
         return self._arrived.popleft()
 
     async def _delivery(self, message: Msg) -> Delivery | None:

@@ -190,7 +190,8 @@ class OrderedReader:
                 return None
             self._wake.clear()
             try:
-                await asyncio.wait_for(self._wake.wait(), SILENCE_SECONDS)
+                async with asyncio.timeout(SILENCE_SECONDS):
+                    await self._wake.wait()
             except TimeoutError:
                 return None
 

@@ -290,6 +290,10 @@ async def _tell(service: Service, port: int) -> None:
 
 async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
     """Cancel the tasks and wait for their ends; their errors were raised elsewhere or don't matter any more."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    left = set(tasks)
+    while left:
+        for task in left:
+            task.cancel()
+        # Again and again: a library may swallow a cancellation.
+        done, left = await asyncio.wait(left, timeout=_CANCEL_SECONDS)
+        await asyncio.gather(*done, return_exceptions=True)
