@@ -1,0 +1,208 @@
+"""The supervisor and the guard on real processes: small programs stand for the services, the nats-server is a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from towline.errors import UnavailableError, UsageError
+from towline.local.cleanup import UP, end_leftovers, end_run, start_guard
+from towline.local.run_directory import Processes, RunDirectory
+from towline.local.services import ServiceSpec
+from towline.local.supervisor import Supervisor
+
+SLEEP = "import time; time.sleep(60)"
+IGNORE = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+
+
+@pytest.fixture
+def directory(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    directory.path.mkdir()
+    yield directory
+    for process in Processes(directory).alive().values():
+        process.kill()
+    for server in (directory.nats(), directory.s3()):
+        server.kill()
+
+
+def spec(directory: RunDirectory, service: str, code: str, replica: str = "0") -> ServiceSpec:
+    """A service that is `code`; its command line names the settings file, as the real ones' does."""
+    command = (sys.executable, "-c", code, "--config", str(directory.settings_path))
+    return ServiceSpec(service, replica, command, dict(os.environ))
+
+
+async def until(condition, seconds=10.0):
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 — another process changes it
+            await asyncio.sleep(0.02)
+
+
+async def test_a_killed_service_is_started_again_and_a_finished_one_isnt(directory):
+    events = []
+    specs = [spec(directory, "trainer", SLEEP), spec(directory, "reward", "pass")]
+    supervisor = Supervisor(directory, specs, [], events.append)
+    supervisor.start()
+    await until(lambda: "trainer" in Processes(directory).alive())
+    first = Processes(directory).alive()["trainer"]
+    first.kill()
+    await until(lambda: Processes(directory).alive().get("trainer", first) != first)
+    assert supervisor.restarts == {"trainer": 1}
+    assert "trainer was killed by SIGKILL; starting it again" in events[0]
+    await supervisor.stop_services()
+    assert Processes(directory).alive() == {}
+
+
+async def test_when_all_are_done_the_run_is_done(directory):
+    supervisor = Supervisor(directory, [spec(directory, name, "pass") for name in ("buffer", "reward")], [], print)
+    supervisor.start()
+    await asyncio.wait_for(supervisor.wait_done(), 10)
+    assert supervisor.restarts.total() == 0
+    await supervisor.stop_services()
+
+
+async def test_a_wrong_configuration_ends_the_run_with_the_services_own_words(directory):
+    code = "import sys; print('noise'); print('model_missing: no such folder', file=sys.stderr); sys.exit(2)"
+    supervisor = Supervisor(directory, [spec(directory, "trainer", code), spec(directory, "buffer", SLEEP)], [], print)
+    supervisor.start()
+    with pytest.raises(UsageError, match="trainer refused its configuration: model_missing: no such folder"):
+        await asyncio.wait_for(supervisor.wait_done(), 10)
+    await supervisor.stop_services()
+    assert Processes(directory).alive() == {}
+
+
+async def test_one_that_keeps_dying_is_given_up(directory, monkeypatch):
+    monkeypatch.setattr("towline.local.supervisor.FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr("towline.local.supervisor.LONGEST_DELAY_SECONDS", 0.02)
+    monkeypatch.setattr("towline.local.supervisor.MOST_FAILURES", 3)
+    supervisor = Supervisor(directory, [spec(directory, "reward", "import sys; sys.exit('engine: broken')")], [], lambda _: None)
+    supervisor.start()
+    with pytest.raises(UnavailableError, match="reward died 3 times: engine: broken"):
+        await asyncio.wait_for(supervisor.wait_done(), 10)
+    await supervisor.stop_services()
+
+
+async def test_fenced_ones_come_back_for_ever(directory, monkeypatch):
+    monkeypatch.setattr("towline.local.supervisor.FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr("towline.local.supervisor.LONGEST_DELAY_SECONDS", 0.02)
+    monkeypatch.setattr("towline.local.supervisor.MOST_FAILURES", 2)
+    supervisor = Supervisor(directory, [spec(directory, "buffer", "import sys; sys.exit(75)")], [], lambda _: None)
+    supervisor.start()
+    await until(lambda: supervisor.restarts["buffer"] >= 4)
+    assert supervisor.failure is None
+    await supervisor.stop_services()
+
+
+async def test_everything_stops_in_order_and_the_deaf_are_killed(directory, monkeypatch):
+    monkeypatch.setattr("towline.local.supervisor.STAGE_SECONDS", 0.3)
+    monkeypatch.setattr("towline.local.supervisor.SERVICES_SECONDS", 1.5)
+    log = directory.path / "ends"
+    code = (
+        "import signal, sys, time\n"
+        f"def end(*_): open({str(log)!r}, 'a').write(sys.argv[-1] + '\\n'); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end); print('on', flush=True); time.sleep(60)"
+    )
+    specs = []
+    for name in ("buffer", "rollout_worker", "reward", "publisher"):
+        made = spec(directory, name, code)
+        specs.append(ServiceSpec(name, "0", (*made.command, name), made.environment))
+    specs.append(spec(directory, "trainer", IGNORE))
+    supervisor = Supervisor(directory, specs, [], print)
+    supervisor.start()
+    await until(lambda: all(directory.log_path(s.process).is_file() and directory.log_path(s.process).read_text() for s in specs))
+    started = time.monotonic()
+    await supervisor.stop_services()
+    assert time.monotonic() - started < 3.0
+    assert log.read_text().split() == ["rollout_worker", "reward", "publisher", "buffer"]
+    assert Processes(directory).alive() == {}
+
+
+async def test_a_killed_server_comes_back_on_its_port(directory):
+    server = directory.nats()
+    await asyncio.to_thread(server.start)
+    port, pid = server.url, server.pid
+    supervisor = Supervisor(directory, [spec(directory, "buffer", SLEEP)], [server], lambda _: None)
+    supervisor.start()
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: server.pid not in (None, pid))
+    await until(lambda: supervisor.restarts["nats-server"] == 1)
+    assert server.url == port
+    await supervisor.stop_services()
+    await supervisor.stop_servers()
+    assert server.pid is None
+
+
+def start_detached(directory: RunDirectory, name: str, code: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", code, "-m", f"towline.{name}", "--config", str(directory.settings_path)]
+    return subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
+
+
+def test_the_guard_ends_what_a_killed_up_left(directory):
+    """SIGKILL closes the pipe, and that is all the guard needs. One service isn't even on record yet."""
+    recorded, unrecorded = start_detached(directory, "buffer", SLEEP), start_detached(directory, "trainer", SLEEP)
+    Processes(directory).record("buffer", recorded.pid)
+    server = directory.nats()
+    server.start()
+    guard = start_guard(directory)
+    guard.stdin.close()
+    guard.wait(15)
+    assert recorded.wait(5) == -signal.SIGTERM
+    assert unrecorded.wait(5) == -signal.SIGTERM
+    assert directory.nats().pid is None
+    assert "ended" in directory.log_path("cleanup").read_text()
+
+
+def test_the_guard_leaves_alone_what_ended_cleanly(directory):
+    service = start_detached(directory, "buffer", SLEEP)
+    Processes(directory).record("buffer", service.pid)
+    guard = start_guard(directory)
+    guard.communicate(b"clean", 10)
+    assert service.poll() is None
+    assert end_leftovers(directory) == ["buffer"]
+    assert not psutil.pid_exists(service.pid)
+
+
+def test_down_asks_up_first_and_ends_the_rest(directory):
+    up, service = start_detached(directory, "none", SLEEP), start_detached(directory, "reward", SLEEP)
+    Processes(directory).record(UP, up.pid)
+    Processes(directory).record("reward", service.pid)
+    assert end_run(directory) == [UP, "reward"]
+    assert not psutil.pid_exists(up.pid)
+    assert not psutil.pid_exists(service.pid)
+    assert end_run(directory) == []
+
+
+def test_a_pid_that_belongs_to_somebody_else_by_now_is_left_alone(directory):
+    other = subprocess.Popen([sys.executable, "-c", SLEEP])
+    try:
+        processes = Processes(directory)
+        processes.record("trainer", other.pid)
+        text = directory.processes_path.read_text()
+        created = psutil.Process(other.pid).create_time()
+        directory.processes_path.write_text(text.replace(str(created), str(created - 100)))
+        assert processes.alive() == {}
+        assert end_run(directory) == []
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_processes_are_told_apart_by_run(tmp_path):
+    mine, theirs = (RunDirectory(tmp_path / name) for name in ("mine", "theirs"))
+    for directory in (mine, theirs):
+        directory.path.mkdir()
+    service = start_detached(theirs, "buffer", SLEEP)
+    try:
+        assert end_leftovers(mine) == []
+        assert service.poll() is None
+    finally:
+        assert end_leftovers(theirs) == ["buffer-" + str(service.pid)]
+    assert not psutil.pid_exists(service.pid)

@@ -1,0 +1,77 @@
+"""The command itself: what a wrong call says, and what starting it costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from towline.cli.runs import _overrides
+from towline.errors import UsageError
+
+DEMO = Path(__file__).parents[3] / "examples" / "demo.toml"
+
+
+def towline(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "towline.cli.main", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("up", "nope.toml"), 2, "config_missing: nope.toml: no such file"),
+        (("up",), 2, "config_missing: give one TOML file"),
+        (("up", str(DEMO), "--set", "buffer.gruop_size=4"), 2, "buffer.gruop_size: unknown key"),
+        (("up", str(DEMO), "--set", "steps=4"), 2, "override: --set 'steps=4': use SECTION.KEY=VALUE"),
+        (("up", str(DEMO), "--run", "Not A Name"), 2, "run.name: use 1 to 32 of a-z"),
+        (("up", str(DEMO), "--steps", "0"), 2, "run.steps"),
+        (("status", "nope"), 2, "run_missing: no run 'nope'"),
+        (("audit", "nope"), 2, "run_missing: no run 'nope'"),
+        (("down", "nope"), 2, "run_missing: no run 'nope'"),
+        (("serve", "trainre", "--config", str(DEMO)), 2, "service_name: service 'trainre': use one of buffer"),
+        (("trajectories", "show", "nope", "x"), 2, "sample_name: 'x': use GROUP.SAMPLE"),
+    ],
+)
+def test_a_wrong_call_is_one_line_and_exit_2(tmp_path, arguments, code, says):
+    done = towline(*arguments, cwd=tmp_path)
+    assert done.returncode == code
+    assert says in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_an_unknown_command_is_a_wrong_call(tmp_path):
+    done = towline("frobnicate", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "frobnicate" in done.stderr
+
+
+def test_starting_the_command_imports_neither_torch_nor_a_client(tmp_path):
+    heavy = ("torch", "transformers", "nats", "minio", "numba")
+    code = f"import sys, towline.cli.main; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_an_unexpected_error_is_one_line_and_its_traceback_is_kept(tmp_path):
+    code = "import towline.cli.main as m, towline.cli.runs as r; r.os.execv = lambda *a: 1 / 0; m.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "serve", "buffer", "--config", "x"], cwd=tmp_path, env={"TMPDIR": str(tmp_path)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    line = done.stderr.strip()
+    assert line.startswith("internal: ZeroDivisionError: division by zero; the traceback is in ")
+    assert "\n" not in line
+    assert "ZeroDivisionError" in Path(line.rpartition(" ")[2]).read_text()
+
+
+def test_overrides_are_read_as_toml_where_they_are():
+    assert _overrides(["a.b=3", "a.c=true", "a.d=text", "a.e=[1, 2]", 'a.f={x = "y"}', "a.g=nats://h:1"]) == {
+        "a.b": 3, "a.c": True, "a.d": "text", "a.e": [1, 2], "a.f": {"x": "y"}, "a.g": "nats://h:1",
+    }  # fmt: skip
+    with pytest.raises(UsageError):
+        _overrides(["a=3"])
