@@ -24,6 +24,8 @@ from towline.local.supervisor import SERVERS_SECONDS, SERVICES_SECONDS, STAGE_SE
 
 UP = "up"
 UP_SECONDS = 15.0
+KILL_SECONDS = 2.0
+_POLL_SECONDS = 0.02
 CLEAN = b"clean"
 """What `towline up` says when nothing is left to clean up."""
 
@@ -60,7 +62,7 @@ def end_leftovers(directory: RunDirectory) -> list[str]:
         for process in group:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGTERM)
-        psutil.wait_procs(group, timeout=max(min(STAGE_SECONDS, deadline - time.monotonic()), 0.0))
+        _wait_ended(group, min(STAGE_SECONDS, deadline - time.monotonic()))
     _terminate(list(services.values()), max(deadline - time.monotonic(), 0.0))
     servers: list[Daemon] = [server for server in (directory.nats(), directory.s3()) if server.pid is not None]
     for server in servers:
@@ -92,11 +94,27 @@ def _terminate(processes: list[psutil.Process], seconds: float) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGTERM)
-    _, left = psutil.wait_procs(processes, timeout=seconds)
-    for process in left:
+    for process in _wait_ended(processes, seconds):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(left, timeout=2.0)
+    _wait_ended(processes, KILL_SECONDS)
+
+
+def _wait_ended(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Wait at most so long; those that still run. A zombie has ended, whether or not its parent cares."""
+    deadline = time.monotonic() + seconds
+    while left := [process for process in processes if _runs(process)]:
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(_POLL_SECONDS)
+    return left
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def main() -> None:
