@@ -18,6 +18,7 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from towline.bus.address import without_user
 from towline.bus.wire import DENIED_CODE, NO_RESPONDERS, Unsettled
 from towline.config import BusSettings
 from towline.errors import UnavailableError, UsageError
@@ -53,6 +54,7 @@ class Connection:
     def __init__(self, settings: BusSettings, client_name: str) -> None:
         self.settings = settings
         self.client_name = client_name
+        self.address = without_user(settings.url)
         self.last_error: str | None = None
         self._inbox_root = f"_INBOX.{settings.user}" if settings.user else "_INBOX"
         self._servers = [part.strip() for part in settings.url.split(",") if part.strip()]
@@ -181,7 +183,8 @@ class Connection:
             async with asyncio.timeout(seconds):  # not wait_for, which in 3.11 may swallow a cancellation
                 reply = await future
         except TimeoutError:
-            raise Unsettled(f"no answer on {subject} within {seconds:g} s") from None
+            said = f"; the server said: {self.last_error}" if self.last_error else ""
+            raise Unsettled(f"no answer on {subject} within {seconds:g} s{said}") from None
         if reply.headers and reply.headers.get("Status") == NO_RESPONDERS:
             raise Unsettled(f"nobody answers on {subject}: the stream is missing or starting", no_responders=True)
         return reply
@@ -202,7 +205,7 @@ class Connection:
                 future.set_exception(Unsettled(reason))
 
     def _away(self) -> str:
-        return f"the bus at {self.settings.url} isn't there" + (f" ({self.last_error})" if self.last_error else "")
+        return f"the bus at {self.address} isn't there" + (f" ({self.last_error})" if self.last_error else "")
 
     @contextlib.contextmanager
     def _translated(self) -> Any:
@@ -243,11 +246,11 @@ class Connection:
             await client.close()
             if "authorization" in reason.lower():
                 raise UsageError(
-                    f"the bus at {settings.url} refuses the user ({reason}); check bus.user, password, token, credentials_file",
+                    f"the bus at {self.address} refuses the user ({reason}); check bus.user, password, token, credentials_file",
                     code="bus_authorization",
                 ) from None
             raise UnavailableError(
-                f"the bus at {settings.url} can't be reached: {reason}; start a nats-server there or correct bus.url",
+                f"the bus at {self.address} can't be reached: {reason}; start a nats-server there or correct bus.url",
                 code="bus_unreachable",
             ) from None
         self._client = client
@@ -265,7 +268,7 @@ class Connection:
             if self._client is not client:
                 return
             self._connected.clear()
-            self._fail_pending(f"the connection to the bus at {self.settings.url} was lost")
+            self._fail_pending(f"the connection to the bus at {self.address} was lost")
             for listener in list(self._listeners):
                 listener()
             self._lost.set()
@@ -298,4 +301,4 @@ class Connection:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return without_user(" ".join(str(error).split())) or type(error).__name__

@@ -11,12 +11,12 @@ from typing import Any
 import structlog
 from pydantic import SecretStr
 
+from towline.bus.address import without_user
 from towline.config import ServiceSettings
 
 SECRET_NAMES = re.compile(
     r"(^|_)(password|passwd|token|secret|secret_key|access_key|credentials?|authorization|api_key)$", re.IGNORECASE
 )
-_USER_INFO = re.compile(r"(?<=://)[^/\s@]+@")
 HIDDEN = "***"
 
 
@@ -55,11 +55,6 @@ def configure_logging(settings: ServiceSettings, **context: object) -> None:
 def hide_secrets(_logger: object, _method: str, event: Mapping[str, Any]) -> dict[str, Any]:
     """A structlog processor: the event without values of secret names, `SecretStr`s and users in URLs."""
     return {name: HIDDEN if SECRET_NAMES.search(name) and value else _hidden(value) for name, value in event.items()}
-
-
-def without_user(text: str) -> str:
-    """The text with `user:password@` taken out of every URL in it."""
-    return _USER_INFO.sub("", text)
 
 
 def _hidden(value: Any) -> Any:

@@ -302,9 +302,11 @@ async def test_a_refused_permission_is_told_at_once_with_the_servers_reason(guar
 
 async def test_a_wrong_password_is_a_usage_error_that_keeps_the_password(guarded: NatsServer, run_name: str) -> None:
     settings = guarded.settings(BusSettings.model_validate({"user": "limited", "password": "wrong-secret"}))
-    with pytest.raises(UsageError, match="refuses the user") as caught:
-        await Bus.connect(settings, run=run_name, client_name="x")
-    assert "wrong-secret" not in str(caught.value)
+    in_url = BusSettings(url=guarded.url.replace("nats://", "nats://limited:wrong-secret@"))
+    for wrong in (settings, in_url):
+        with pytest.raises(UsageError, match=f"{guarded.url} refuses the user") as caught:
+            await Bus.connect(wrong, run=run_name, client_name="x")
+        assert "wrong-secret" not in str(caught.value)
 
 
 async def test_an_address_where_nobody_listens_is_one_clear_line(run_name: str) -> None:

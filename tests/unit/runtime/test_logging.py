@@ -9,8 +9,9 @@ import pytest
 import structlog
 from pydantic import SecretStr
 
+from towline.bus.address import without_user
 from towline.config import BusSettings, ServiceSettings
-from towline.runtime.logging import configure_logging, without_user
+from towline.runtime.logging import configure_logging
 
 
 @pytest.fixture(autouse=True)
