@@ -11,7 +11,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Protocol
 
-from towline.delta import classes, streams
+from towline.delta import classes, frames, streams
 from towline.delta.classes import NumpyScans, Scans
 from towline.delta.numbers import Bytes, Unsigned, to_planes
 from towline.errors import UsageError
@@ -28,8 +28,8 @@ class Backend(Protocol):
     ) -> tuple[int, list[Bytes]]:
         """(changed elements, streams) of a block whose bytes are those of the views one after another."""
 
-    def planes(self, values: Unsigned) -> list[Bytes]:
-        """Byte k of every value, for each k."""
+    def pack_planes(self, values: Unsigned) -> list[bytes]:
+        """The frames of the planes of the values."""
 
     def decode(
         self, codec: str, target: Sequence[Bytes], data: Sequence[Bytes], width: int, sign_magnitude: bool, absorb: Absorb
@@ -54,8 +54,8 @@ class NumpyBackend:
             absorb(index, 0, view.size)
         return out
 
-    def planes(self, values: Unsigned) -> list[Bytes]:
-        return to_planes(values)
+    def pack_planes(self, values: Unsigned) -> list[bytes]:
+        return frames.pack(to_planes(values))
 
     def decode(
         self, codec: str, target: Sequence[Bytes], data: Sequence[Bytes], width: int, sign_magnitude: bool, absorb: Absorb

@@ -11,7 +11,7 @@ import xxhash
 from towline.delta import frames, streams
 from towline.delta.backend import Absorb, Backend, backend
 from towline.delta.checksum import StateHash
-from towline.delta.numbers import Bytes, is_sign_magnitude, width_of
+from towline.delta.numbers import is_sign_magnitude, width_of
 from towline.delta.part import Block, Table, write_part
 from towline.delta.plan import BLOCK_BYTES, DENSE_BLOCK_BYTES, Work, cut
 from towline.delta.state import RawTensor, TensorSpec
@@ -235,33 +235,29 @@ class _Encoder:
         if work.old is None:
             for index, view in enumerate(work.new):
                 absorb(index, 0, view.size)
-            return streams.RAW, work.count, _pack(self._backend.planes(streams.as_elements(work.new, width)))
+            return streams.RAW, work.count, self._backend.pack_planes(streams.as_elements(work.new, width))
         first = streams.LOW2 if self.mode == "idempotent" else streams.SPARSE
         changed, data = self._backend.encode(first, work.old, work.new, width, sign, absorb)
-        best = (first, _pack(data))
+        best = (first, frames.pack(data))
         if not changed:
             return first, 0, best[1]
         if self.mode == "dense" and width == _CLASS_WIDTH and sign:
             _, data = self._backend.encode(streams.CLASSES, work.old, work.new, width, sign, _ignore)
-            best = min(best, (streams.CLASSES, _pack(data)), key=_size)
+            best = min(best, (streams.CLASSES, frames.pack(data)), key=_size)
         if _size(best) > work.count * width * _TRY_OTHERS_ABOVE:
             best = min([best, *self._others(work, width, sign)], key=_size)
         return best[0], changed, best[1]
 
     def _others(self, work: Work, width: int, sign: bool) -> Iterator[tuple[str, list[bytes]]]:
         after = streams.as_elements(work.new, width)
-        yield streams.RAW, _pack(self._backend.planes(after))
+        yield streams.RAW, self._backend.pack_planes(after)
         if self.mode != "idempotent" and work.old is not None:
             differences = streams.zigzag_differences(streams.as_elements(work.old, width), after, sign)
-            yield streams.DIFF, _pack(self._backend.planes(differences))
+            yield streams.DIFF, self._backend.pack_planes(differences)
 
 
 def _ignore(index: int, start: int, stop: int) -> None:
     """Hashed already."""
-
-
-def _pack(data: list[Bytes]) -> list[bytes]:
-    return [frames.compress(stream) for stream in data]
 
 
 def _size(option: tuple[str, list[bytes]]) -> int:

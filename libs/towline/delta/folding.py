@@ -17,7 +17,7 @@ from towline.delta import frames, streams
 from towline.delta.applier import Coverage, unpack_block
 from towline.delta.checksum import XXH3_128
 from towline.delta.encoder import EncodedPart, EncodeReport, PartBuilder
-from towline.delta.numbers import Bytes, Index, Unsigned, is_sign_magnitude, to_planes, unzigzag, width_of, zigzag
+from towline.delta.numbers import Index, Unsigned, is_sign_magnitude, to_planes, unzigzag, width_of, zigzag
 from towline.delta.part import Block, PartHead, PartReader, Source, is_piece
 from towline.delta.plan import Work
 from towline.delta.state import TensorSpec, model_digest
@@ -223,18 +223,17 @@ def _joined(group: list[TensorSpec], start: int, count: int, pieces: Sequence[tu
 def _encode(change: Change, count: int) -> tuple[str, int, list[bytes]]:
     """(codec, changed, frames), the smallest of those that need no base."""
     if change.positions is None:
-        return streams.RAW, count, _pack(to_planes(change.values))
+        return streams.RAW, count, frames.pack(to_planes(change.values))
     steps = zigzag(change.values) - change.values.dtype.type(1)
     options = [
-        (streams.SPARSE, _pack(streams.encode_sparse(change.positions, steps)) if steps.size else [b""] * (3 + steps.itemsize))
+        (
+            streams.SPARSE,
+            frames.pack(streams.encode_sparse(change.positions, steps)) if steps.size else [b""] * (3 + steps.itemsize),
+        )
     ]
     if change.positions.size > count // 16:
         every = np.zeros(count, change.values.dtype)
         every[change.positions] = zigzag(change.values)
-        options.append((streams.DIFF, _pack(to_planes(every))))
+        options.append((streams.DIFF, frames.pack(to_planes(every))))
     codec, out = min(options, key=lambda option: sum(map(len, option[1])))
     return codec, int(change.positions.size), out
-
-
-def _pack(data: Sequence[Bytes]) -> list[bytes]:
-    return [frames.compress(stream) for stream in data]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,11 @@ def compress(stream: Bytes) -> bytes:
         _context.compressor = zstandard.ZstdCompressor(compression_params=_LITERALS)
     frame: bytes = _context.compressor.compress(stream)
     return frame
+
+
+def pack(streams: Sequence[Bytes]) -> list[bytes]:
+    """The frame of each stream."""
+    return [compress(stream) for stream in streams]
 
 
 def content_size(frame: bytes | memoryview) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from towline.delta import classes, kernels16, streams
+from towline.delta import classes, frames, kernels16, streams
 from towline.delta.backend import Absorb, NumpyBackend
 from towline.delta.classes import Scans
 from towline.delta.frames import EMPTY
@@ -78,12 +78,15 @@ class NumbaBackend(NumpyBackend):
             absorb(index, 0, view.size)
         return int(positions.size), data if positions.size else [EMPTY] * len(data)
 
-    def planes(self, values: Unsigned) -> list[Bytes]:
+    def pack_planes(self, values: Unsigned) -> list[bytes]:
         if values.itemsize != 2:
-            return super().planes(values)
-        low, high = np.empty(values.size, np.uint8), np.empty(values.size, np.uint8)
-        kernels16.split(np.ascontiguousarray(values).view(np.uint8), low, high)
-        return [low, high]
+            return super().pack_planes(values)
+        scratch = _Scratch.take(values.size)
+        low, high = (buffer[: values.size] for buffer in scratch.buffers[2:4])
+        kernels16.split(values, low, high)
+        packed = [frames.compress(low), frames.compress(high)]
+        scratch.give_back()
+        return packed
 
     def decode(
         self, codec: str, target: Sequence[Bytes], data: Sequence[Bytes], width: int, sign_magnitude: bool, absorb: Absorb

@@ -258,9 +258,9 @@ def class_locate(w: Any, classes: Any, ranks: Any, starts: Any, at: Any, counts:
         counts[c] = begun - left[c]
 
 
-@compiled(types.void(READ, WRITE, WRITE))
-def split(data: Any, low: Any, high: Any) -> None:
-    """Even bytes and odd bytes."""
+@compiled(types.void(types.Array(types.uint16, 1, "C", readonly=True, aligned=False), WRITE, WRITE))
+def split(values: Any, low: Any, high: Any) -> None:
+    """Low bytes and high bytes."""
     for i in range(low.size):
-        low[i] = data[2 * i]
-        high[i] = data[2 * i + 1]
+        low[i] = values[i] & 255
+        high[i] = values[i] >> 8
