@@ -112,7 +112,7 @@ def _wait_ended(processes: list[psutil.Process], seconds: float) -> list[psutil.
 
 def _runs(process: psutil.Process) -> bool:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
