@@ -25,16 +25,23 @@ def task(monkeypatch):
 
 
 def answered(task, text, *, finish="stop", want="12589", end=True):
+    tokens = np.array(task.encode(text) + [task.EOS] * end, np.int32)
     return Sample(
-        prompt_tokens=np.array([1], np.int32), response_tokens=np.array(task.encode(text) + [task.EOS] * end, np.int32),
-        policy_mask=np.ones(len(text) + end, np.uint8), finish=finish, reference={"answer": want}, prompt_ref=PromptRef("t", 0, 0),
-        tokenizer=None, group=0, sample=0,
-    )  # fmt: skip
+        prompt_tokens=np.array([task.BOS], np.int32),
+        response_tokens=tokens,
+        policy_mask=np.ones(tokens.size, np.uint8),
+        finish=finish,
+        reference={"answer": want},
+        prompt_ref=PromptRef("t", 0, 0),
+        tokenizer=None,
+        group=0,
+        sample=0,
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "value", "exact"),
-    [("12589", 1.0, 1.0), ("52918", 0.0, 0.0), ("12598", 0.6, 0.0), ("125", 0.6, 0.0), ("", 0.0, 0.0), ("125899", 0.0, 0.0)],
+    [("12589", 1.0, 1.0), ("52918", 0.2, 0.0), ("12598", 0.6, 0.0), ("125", 0.6, 0.0), ("", 0.0, 0.0), ("125899", 0.0, 0.0)],
 )
 def test_the_reward_is_the_share_of_right_positions(task, text, value, exact):
     reward = task.reward(answered(task, text))
@@ -46,7 +53,8 @@ def test_an_answer_that_never_ended_gets_nothing(task):
 
 
 def test_no_training_prompt_is_ever_held_out(task):
-    held_out = {tuple(prompt.tokens) for prompt in (task.eval_prompts(None, 0, 1000).get(0, i) for i in range(1000))}
+    evaluation = task.eval_prompts(None, 0, 1000)
+    held_out = {tuple(evaluation.get(0, position).tokens) for position in range(1000)}
     assert len(held_out) == 1000
     for seed in range(3):
         source = task.train_prompts(None, seed, 3000)
