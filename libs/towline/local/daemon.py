@@ -55,7 +55,7 @@ class Daemon(ABC):
 
     @abstractmethod
     def _ready(self, state: dict[str, Any]) -> bool:
-        """Whether the server answers; must not block for more than a second."""
+        """Whether the server does its work; must not block for more than some seconds."""
 
     def _environment(self, state: dict[str, Any]) -> dict[str, str]:
         return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import secrets
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import httpx
 import urllib3
 from minio import Minio
-from minio.error import S3Error
+from minio.error import MinioException, S3Error
 
 from towline.config import BusSettings, StoreSettings
 from towline.local.daemon import HOST, Daemon, executable
@@ -20,6 +21,9 @@ MAX_PENDING_BYTES = 256 << 20
 DEFAULT_STREAM_BYTES = 64 << 30
 """What all runs on a local nats-server may reserve together; a reservation takes no disk."""
 S3_MEMORY_LIMIT = "400MiB"
+WRITE_PROBE_SECONDS = 1.0
+READY_KEY = ".ready"
+"""An object that is written and removed to see that a starting S3 server takes writes."""
 
 
 class NatsServer(Daemon):
@@ -124,18 +128,22 @@ class S3Server(Daemon):
 
     def _ready(self, state: dict[str, Any]) -> bool:
         address = f"{HOST}:{state['ports']['s3']}"
-        return _answers(f"http://{address}/healthz") and self._has_bucket(address, state)
+        return _answers(f"http://{address}/healthz") and self._takes_writes(address, state)
 
-    def _has_bucket(self, address: str, state: dict[str, Any]) -> bool:
-        """The bucket is made a moment after the port is open."""
-        pool = urllib3.PoolManager(timeout=1.0, retries=False)
+    def _takes_writes(self, address: str, state: dict[str, Any]) -> bool:
+        """The port is open a moment before the bucket is there and a volume to write into."""
+        pool = urllib3.PoolManager(timeout=WRITE_PROBE_SECONDS, retries=False)
         client = Minio(address, state["access_key"], state["secret_key"], secure=False, region="us-east-1", http_client=pool)
         try:
-            return bool(client.bucket_exists(self.bucket))
-        except (S3Error, urllib3.exceptions.HTTPError):
+            if not client.bucket_exists(self.bucket):
+                return False
+            client.put_object(self.bucket, READY_KEY, io.BytesIO(b"ready"), 5)
+            client.remove_object(self.bucket, READY_KEY)
+        except (S3Error, MinioException, urllib3.exceptions.HTTPError):
             return False
         finally:
             pool.clear()
+        return True
 
 
 def _answers(url: str) -> bool:

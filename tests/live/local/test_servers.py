@@ -29,7 +29,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 def _client(settings: StoreSettings) -> Minio:
     return Minio(
         settings.endpoint.removeprefix("http://"), settings.access_key, settings.secret_key.get_secret_value(),
-        secure=False, region=settings.region, http_client=urllib3.PoolManager(timeout=10.0, retries=False),
+        secure=False, region=settings.region, http_client=urllib3.PoolManager(timeout=30.0, retries=False),
     )  # fmt: skip
 
 
