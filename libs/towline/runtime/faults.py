@@ -44,7 +44,7 @@ def point(name: str) -> None:
     if chosen not in POINTS:
         raise UsageError(f"{VARIABLE} = {wanted!r}: no such point; there are {', '.join(POINTS)}", code="fault_point")
     _reached[name] += 1
-    if chosen != name or _reached[name] != int(count or 1):
+    if chosen != name or (count and _reached[name] != int(count)):
         return
     if marker:
         try:

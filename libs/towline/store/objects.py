@@ -117,8 +117,8 @@ def settle(objects: ObjectStore, key: str, data: bytes) -> bytes:
         try:
             if objects.create(key, data):
                 return data
-        except UnavailableError:
-            if attempt + 1 == _SETTLE_TRIES:
+        except UnavailableError as error:
+            if error.code != "reply_lost" or attempt + 1 == _SETTLE_TRIES:
                 raise
         try:
             return objects.get(key)

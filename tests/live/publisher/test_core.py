@@ -362,7 +362,7 @@ def next_version(run: Run, core: PublisherCore) -> int:
 def test_an_anchor_is_the_version_that_was_due_while_newer_ones_come(run: Run) -> None:
     core = publisher(run)
     anchorer = Anchorer(run.objects, core, every=2)
-    written = []
+    written: list[int] = []
     while len(written) < 3:
         next_version(run, core)
         if (due := anchorer.due()) is not None:
@@ -373,10 +373,11 @@ def test_an_anchor_is_the_version_that_was_due_while_newer_ones_come(run: Run) -
     assert written == [3, 6, 9]
     for version in written:
         assert same(load_anchor(run.objects, read_anchor(run.objects, run.log.run, version)), run.states[version])
+    run.log.refresh()
     hint = run.log.read_hint()
     assert hint is not None
     assert (hint.number, hint.anchors) == (11, (0, 3, 6, 9))
-    assert [(s.kind, len(s.chain)) for s in plan(run.objects, run.log, 11)][0] == ("anchor", 2)
+    assert [(s.kind, len(s.chain)) for s in plan(run.objects, run.log, 11)[:2]] == [("anchor", 2), ("anchor", 5)]
 
 
 def test_a_new_publisher_goes_on_with_the_anchors_that_it_finds(run: Run) -> None:
