@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from towline.bus.client import Bus
 from towline.bus.topology import CONTROL
 from towline.contract.control import BatchRecord, EndRecord, ForkRecord, decode_control
-from towline.contract.task import TRAIN
 from towline.errors import InvariantError
 
 
@@ -56,15 +55,3 @@ class Feed:
                         )
                     wanted += 1
                     yield BatchAt(record, message.sequence)
-
-
-async def run_has_ended(bus: Bus, steps: int) -> bool:
-    """Whether the last `end` stands: nothing was admitted after it, and no more steps are wanted than it knew of."""
-    message = await bus.last(CONTROL, bus.topology.control("end"))
-    if message is None:
-        return False
-    admitted = await bus.last(CONTROL, bus.topology.task(TRAIN))
-    if admitted is not None and admitted.sequence > message.sequence:
-        return False
-    record = decode_control(message.data)
-    return isinstance(record, EndRecord) and (record.reason != "steps" or record.depth >= steps)

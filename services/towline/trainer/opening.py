@@ -93,11 +93,13 @@ def open_epoch(objects: ObjectStore, log: Log, learner: Learner, write_id: str |
     (no_checkpoint) where checkpoints were committed and none on the line can be used.
     """
     write_id = write_id or new_write_id()
+    log.refresh()
+    _check_layout(log, learner)
     while True:
         log.refresh()
         base, checkpoint = _restore(objects, log, learner)
         state = learner.state()
-        _check_state(log, base, state)
+        _check_weights(log, base, state)
         try:
             entry = log.append(_builder(log.next_number, base, checkpoint, write_id))
         except _Overtaken:
@@ -161,15 +163,20 @@ def _restore(objects: ObjectStore, log: Log, learner: Learner) -> tuple[int, str
     return 0, None
 
 
-def _check_state(log: Log, base: int, state: ModelState) -> None:
-    """The learner's weights must be the base's, bit for bit, or every delta would be wrong."""
-    entry = log.entry(base)
-    if not isinstance(entry, BaseEntry | VersionEntry):
-        raise InvariantError(f"log entry {base} is no version to open on", code="log_rule")
-    if layout_digest(layout_of(state)) != entry.layout_digest:
+def _check_layout(log: Log, learner: Learner) -> None:
+    """The run's tensors are entry 0's for good: names, shapes and the published dtype."""
+    base = log.entry(0)
+    if isinstance(base, BaseEntry) and layout_digest(layout_of(learner.state())) != base.layout_digest:
         raise UsageError(
             f"run {log.run}: the model's tensors aren't those of entry 0; model.publish_dtype must stay what the run began with",
             code="layout",
         )
+
+
+def _check_weights(log: Log, base: int, state: ModelState) -> None:
+    """The learner's weights must be the base's, bit for bit, or every delta would be wrong."""
+    entry = log.entry(base)
+    if not isinstance(entry, BaseEntry | VersionEntry):
+        raise InvariantError(f"log entry {base} is no version to open on", code="log_rule")
     if model_digest(tensor_digests(state)) != entry.model_digest:
         raise CorruptError(f"run {log.run}: the learner's weights aren't those of version {base}", code="base_state")

@@ -20,10 +20,11 @@ from towline.contract.policy import Opened
 from towline.errors import InvariantError, UnavailableError, UsageError
 from towline.learner.advantages.base import Advantage
 from towline.learner.registry import ADVANTAGES, look_up
+from towline.runtime.run_end import run_has_ended
 from towline.store.log import Log
 from towline.store.objects import ObjectStore
 from towline.store.versions import fetch_base_folder
-from towline.trainer.feed import Feed, run_has_ended
+from towline.trainer.feed import Feed
 from towline.trainer.figures import Figures
 from towline.trainer.opening import Opening, make_learner, open_epoch, seed
 from towline.trainer.rows import Gatherer

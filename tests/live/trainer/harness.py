@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -26,9 +27,11 @@ from towline.contract.entries import LogEntry, OpenEntry, VersionEntry
 from towline.contract.policy import Committed, Refused, Staged, decode_policy
 from towline.contract.task import PromptRef, SamplingParams, VersionSpan
 from towline.contract.trajectory import Segment, Timings, Trajectory, encode_trajectory
-from towline.delta.state import ModelState
+from towline.delta.state import ModelState, model_digest, tensor_digests
 from towline.learner.advantages.group_normalised import group_normalised
-from towline.learner.base import Row
+from towline.learner.base import Row, pack_rows
+from towline.learner.export import convert_folder
+from towline.learner.torch_backend import TorchLearner
 from towline.store.log import Log
 from towline.store.objects import ObjectStore, open_store
 from towline.store.versions import materialize, read_manifest
@@ -104,6 +107,19 @@ def learner_rows(depth: int, leave_out: tuple[int, ...] = ()) -> list[Row]:
                 )
             )
     return rows
+
+
+def expected_digest(
+    settings: Settings, model: Path, scratch: Path, depth: int, leave_out: dict[int, tuple[int, ...]] | None = None
+) -> str:
+    """The model digest after `depth` batches, by a learner that is driven directly."""
+    folder = scratch / "expected"
+    shutil.rmtree(folder, ignore_errors=True)
+    convert_folder(model, folder, settings.model.publish_dtype)
+    learner = TorchLearner(folder, settings, settings.run.seed)
+    for step in range(depth):
+        learner.train(pack_rows(step, learner_rows(step, (leave_out or {}).get(step, ()))))
+    return model_digest(tensor_digests(learner.state()))
 
 
 @dataclass

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from live.trainer.harness import learner_rows, on_stage
+from live.trainer.harness import expected_digest, on_stage
 from support.waiting import until
 from towline.bus.topology import TRAJECTORY
 from towline.config import Settings, StoreSettings
 from towline.contract.control import BatchRow
 from towline.contract.entries import OpenEntry, QuarantineEntry, VersionEntry
-from towline.delta.state import ModelState, model_digest, tensor_digests
 from towline.errors import FencedError, InvariantError, UsageError
-from towline.learner.base import pack_rows
 from towline.learner.export import convert_folder
 from towline.learner.torch_backend import TorchLearner
 from towline.store import keys
@@ -25,23 +22,6 @@ from towline.store.keys import new_write_id
 from towline.trainer import staging
 
 Make = Callable[..., Settings]
-
-
-def expected(
-    settings: Settings, model: Path, scratch: Path, depth: int, leave_out: dict[int, tuple[int, ...]] | None = None
-) -> str:
-    """The model digest after `depth` batches, by a learner that is driven directly."""
-    folder = scratch / "expected"
-    shutil.rmtree(folder, ignore_errors=True)
-    convert_folder(model, folder, settings.model.publish_dtype)
-    learner = TorchLearner(folder, settings, settings.run.seed)
-    for step in range(depth):
-        learner.train(pack_rows(step, learner_rows(step, (leave_out or {}).get(step, ()))))
-    return digest_of(learner.state())
-
-
-def digest_of(state: ModelState) -> str:
-    return model_digest(tensor_digests(state))
 
 
 @pytest.mark.parametrize("kind", ["file", "s3"])
@@ -56,7 +36,7 @@ async def test_a_sync_run_commits_each_batch_and_ends(
         assert [entry.checkpoint is not None for entry in versions] == [False, True, False, True]
         assert [entry.step for entry in versions] == [2, 4, 6, 8]
         assert all(entry.representation == "delta" and 0 < entry.density <= 1 for entry in versions)
-        assert versions[-1].model_digest == expected(settings, model_folder, tmp_path, 4)
+        assert versions[-1].model_digest == expected_digest(settings, model_folder, tmp_path, 4)
         assert [record.for_depth for record in stage.buffer.batches] == [0, 1, 2, 3]
         assert stage.figures.depth == 4
         assert stage.figures.versions == 4
@@ -90,7 +70,7 @@ async def test_an_async_run_coalesces_and_consumes_every_batch_once(
         assert depths[-1] == 9
         assert len(depths) < 9
         assert stage.figures.batches == 9
-        assert stage.versions()[-1].model_digest == expected(settings, model_folder, tmp_path, 9)
+        assert stage.versions()[-1].model_digest == expected_digest(settings, model_folder, tmp_path, 9)
         assert all(staged.base in {0, *(entry.number for entry in stage.versions())} for staged in stage.publisher.seen)
 
 
@@ -116,7 +96,7 @@ async def test_what_is_missing_is_dropped_by_name_and_the_rest_is_trained(
         assert [entry.skipped for entry in versions] == [(), (), (), (3,)]
         assert (versions[3].density, versions[3].model_digest) == (0.0, versions[2].model_digest)
         leave_out = {0: (1, 6), 1: (3,), 2: (0,)}
-        assert versions[2].model_digest == expected(settings, model_folder, tmp_path, 3, leave_out)
+        assert versions[2].model_digest == expected_digest(settings, model_folder, tmp_path, 3, leave_out)
         assert (await stage.bus.stream_state(TRAJECTORY)).messages == 32
 
 
@@ -142,7 +122,7 @@ async def test_a_refused_version_is_staged_anew(make_settings: Make, model_folde
         stage.publisher.refuse = 2
         await stage.train()
         assert len({staged.write_id for staged in stage.publisher.seen}) == 4
-        assert stage.versions()[-1].model_digest == expected(settings, model_folder, tmp_path, 2)
+        assert stage.versions()[-1].model_digest == expected_digest(settings, model_folder, tmp_path, 2)
 
 
 async def test_a_version_that_is_always_refused_is_a_named_end(make_settings: Make) -> None:
@@ -210,7 +190,7 @@ async def test_a_drained_trainer_leaves_a_checkpoint_that_the_next_goes_on_from(
             assert opened[-1].base == drained[-1].number
         else:
             await stage.train()
-        assert stage.versions()[-1].model_digest == expected(settings, model_folder, tmp_path, 6)
+        assert stage.versions()[-1].model_digest == expected_digest(settings, model_folder, tmp_path, 6)
 
 
 async def test_the_end_of_the_data_ends_the_trainer(make_settings: Make) -> None:

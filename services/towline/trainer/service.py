@@ -1,0 +1,41 @@
+"""The trainer as a service: one at a time holds the lease, the others stand by; the LOG's `open` fences a former one for good."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from towline.bus.client import Bus
+from towline.config import Settings
+from towline.runtime.service import Service
+from towline.store.objects import ObjectStore
+from towline.trainer.figures import Figures
+from towline.trainer.run import run_trainer
+
+
+class TrainerService(Service):
+    """Trains on the buffer's batches and stages policy versions."""
+
+    name: ClassVar[str] = "trainer"
+    lease: ClassVar[str | None] = "trainer"
+
+    def __init__(self, settings: Settings, *, bus: Bus, objects: ObjectStore, replica: str) -> None:
+        super().__init__(settings, bus=bus, objects=objects, replica=replica)
+        self._figures = Figures()
+        self._finished = False
+
+    async def run(self) -> None:
+        await run_trainer(
+            self.settings, self.bus, self.objects, replica=self.replica, figures=self._figures, draining=self.draining,
+            tell=self._tell,
+        )  # fmt: skip
+        self._finished = not self.draining.is_set()
+
+    def figures(self) -> Mapping[str, Any]:
+        return self._figures.plain() | {"finished": self._finished}
+
+    def _tell(self, state: str | None) -> None:
+        if state is None:
+            self.health.ready()
+        else:
+            self.health.not_ready(state)
