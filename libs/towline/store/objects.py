@@ -20,7 +20,7 @@ from towline.errors import ConflictError, MissingError, UnavailableError, UsageE
 CHUNK_BYTES = 1 << 20
 """What `stream` yields at a time, at most."""
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
-_SETTLE_TRIES = 8
+_SETTLE_TRIES = 12
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,7 +202,10 @@ def test_an_endpoint_that_is_no_s3_server_is_named(s3_settings: StoreSettings) -
         (StoreSettings(url="gs://bucket"), "store.url"),
         (StoreSettings(url="s3://"), "store.url"),
         (StoreSettings(url="file://host/path"), "store.url"),
-        (StoreSettings(url="s3://bucket", endpoint="localhost:9000", access_key="a", secret_key=SecretStr("s")), "store.endpoint"),
+        (
+            StoreSettings(url="s3://bucket", endpoint="localhost:9000", access_key="a", secret_key=SecretStr("s")),
+            "store.endpoint",
+        ),
         (StoreSettings(url="s3://bucket", endpoint="http://h:1/x", access_key="a", secret_key=SecretStr("s")), "store.endpoint"),
         (StoreSettings(url="s3://bucket", endpoint="http://h:1"), "no S3 keys"),
     ],

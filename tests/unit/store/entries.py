@@ -14,7 +14,14 @@ def base(**fields: Any) -> BaseEntry:
 
 
 def opened(number: int, base: int, depth: int, **fields: Any) -> OpenEntry:
-    common: dict[str, Any] = {"number": number, "prev": "p", "write_id": f"w{number}", "at": 0.0, "base": base, "base_digest": "d"}
+    common: dict[str, Any] = {
+        "number": number,
+        "prev": "p",
+        "write_id": f"w{number}",
+        "at": 0.0,
+        "base": base,
+        "base_digest": "d",
+    }
     common |= {"depth": depth, "batch_cursor": 0, "checkpoint": None}
     return OpenEntry(**(common | fields))
 
@@ -29,5 +36,12 @@ def version(number: int, epoch: int, base: int, depth: int, **fields: Any) -> Ve
 
 
 def quarantine(number: int, version: int, **fields: Any) -> QuarantineEntry:
-    common: dict[str, Any] = {"number": number, "prev": "p", "write_id": f"w{number}", "at": 0.0, "version": version, "reason": "bad"}
+    common: dict[str, Any] = {
+        "number": number,
+        "prev": "p",
+        "write_id": f"w{number}",
+        "at": 0.0,
+        "version": version,
+        "reason": "bad",
+    }
     return QuarantineEntry(**(common | fields))
