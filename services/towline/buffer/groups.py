@@ -63,7 +63,7 @@ class Sample(msgspec.Struct):
 
 
 class Group(msgspec.Struct):
-    """The samples of one prompt. Once it's batched only their scores are kept."""
+    """The samples of one prompt. Once it's batched only their scores are kept, as bytes: a fork may open it again."""
 
     number: int
     lane: str
@@ -78,6 +78,8 @@ class Group(msgspec.Struct):
     """for_depth of the batch that it stands in."""
     scores: int = 0
     """How many samples have one."""
+    packed: bytes | None = None
+    """The scores of a batched group that has them all; `samples` is empty then."""
 
     @property
     def complete(self) -> bool:
@@ -91,6 +93,18 @@ class Group(msgspec.Struct):
     def is_eval(self) -> bool:
         return self.lane == EVAL
 
+    def pack(self) -> None:
+        """Keep the scores alone, if they're all there."""
+        if self.complete:
+            self.packed = _encode([scored for _, scored in self.rows()])
+            self.samples = []
+
+    def unpack(self) -> None:
+        """The opposite of `pack`; nothing else of the samples is needed again."""
+        if self.packed is not None:
+            self.samples = [Sample(0, 0, 0, 0, scored=scored) for scored in _decode(self.packed)]
+            self.packed = None
+
     def versions(self) -> set[int]:
         """The versions of all the policy tokens that are in."""
         found: set[int] = set()
@@ -102,6 +116,10 @@ class Group(msgspec.Struct):
     def rows(self) -> list[tuple[int, Scored]]:
         """(sample, score), in order, of those that have one."""
         return [(i, s.scored) for i, s in enumerate(self.samples) if s is not None and s.scored is not None]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[Scored]).decode
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):

@@ -173,9 +173,8 @@ class State:
             self._leave(group)
             group.batch = depth
             group.task = None
-            for index, sample in enumerate(group.samples):
-                # What a batched group may still need after a fork is its scores; the rest would only take room.
-                group.samples[index] = None if sample is None else Sample(0, 0, 0, 0, scored=sample.scored)
+            group.samples = [None if sample is None else Sample(0, 0, 0, 0, scored=sample.scored) for sample in group.samples]
+            group.pack()
         self.next_depth = depth + 1
         self.batches[depth] = Batch(record.epoch, depth, sequence, tuple(numbers), len(record.rows), staleness)
 
@@ -223,6 +222,7 @@ class State:
             for number in self.batches.pop(depth).groups:
                 group = self.groups[number]
                 group.batch = None
+                group.unpack()
                 self.enter(group)
         for number in self.open_train:
             for index, sample in enumerate(self.groups[number].samples):
@@ -238,7 +238,7 @@ class State:
         trajectory is create-only per sample, so there is only one. One of a closed group is late."""
         self.outcome_sequence = sequence
         group = self.groups.get(outcome.group)
-        sample = group.samples[outcome.sample] if group is not None and 0 <= outcome.sample < group.size else None
+        sample = group.samples[outcome.sample] if group is not None and 0 <= outcome.sample < len(group.samples) else None
         # A trajectory that can't be read says no lane: reward's failure of it has an empty one.
         foreign = group is not None and outcome.lane not in (group.lane, "")
         if group is None or sample is None or foreign or sample.scored is not None:
@@ -255,7 +255,8 @@ class State:
         sample.scored = scored_from(score)
         group.scores += 1
         if group.batch is not None:
-            return  # a replay: CONTROL was read to its end first, and the batch already stands there
+            group.pack()  # a replay: CONTROL was read to its end first, and the batch already stands there
+            return
         self.failing.pop((group.number, score.sample), None)
         self.stranded.pop((group.number, score.sample), None)
         self._look_for_surplus(group, score.sample)

@@ -123,7 +123,7 @@ class BufferMachine(RuleBasedStateMachine):
             versions = [exact] if exact is not None else sorted({line.latest, *line.versions()[-2:]})
             first = data.draw(st.sampled_from(versions), label="first version")
             last = data.draw(st.sampled_from([v for v in versions if v >= first]), label="last version")
-            spans = (VersionSpan(2, 4, first, "start"),)
+            spans: tuple[VersionSpan, ...] = (VersionSpan(2, 4, first, "start"),)
             if last != first:
                 spans = (VersionSpan(2, 3, first, "start"), VersionSpan(3, 4, last, "retract"))
             known = {(o.group, o.sample): o for o in map(decode_outcome, self.world.outcomes) if isinstance(o, Score)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,8 @@ from towline.buffer.decide import decide
 from towline.buffer.rules import Rules
 from towline.buffer.state import State
 from towline.buffer.view import Sources, Unit, View
-from towline.contract import control
 from towline.contract.codec import digest, encode
-from towline.contract.control import ControlRecord, decode_control
+from towline.contract.control import BatchRecord, ControlRecord, DropRecord, Record, TaskRecord, decode_control
 from towline.contract.entries import BaseEntry, LogEntry, OpenEntry, QuarantineEntry, VersionEntry
 from towline.contract.outcome import Failure, FailureStage, Outcome, Score, decode_outcome
 from towline.contract.task import SamplingParams, Task, VersionSpan
@@ -99,16 +98,16 @@ class World:
         self.control.append(data)
         self.state.apply(decode_control(data), len(self.control))
 
-    def step(self) -> list[ControlRecord]:
+    def step(self) -> list[Record]:
         """One answer of the decider, appended."""
         records = [record for unit in decide(self.view) for record in unit]
         for record in records:
             self.append(record)
         return records
 
-    def settle(self) -> list[ControlRecord]:
+    def settle(self) -> list[Record]:
         """Until there is nothing to decide."""
-        done: list[ControlRecord] = []
+        done: list[Record] = []
         for _ in range(1000):
             records = self.step()
             if not records:
@@ -176,23 +175,23 @@ class World:
 
     # what stands
 
-    def records(self) -> list[control.Record]:
+    def records(self) -> list[Record]:
         return [decode_control(data) for data in self.control]
 
     def tasks(self) -> list[Task]:
-        return [record.task for record in self.records() if isinstance(record, control.TaskRecord)]
+        return [record.task for record in self.records() if isinstance(record, TaskRecord)]
 
-    def batches(self) -> list[control.BatchRecord]:
-        return [record for record in self.records() if isinstance(record, control.BatchRecord)]
+    def batches(self) -> list[BatchRecord]:
+        return [record for record in self.records() if isinstance(record, BatchRecord)]
 
     def drops(self) -> list[tuple[int, str]]:
-        return [(record.group, record.reason) for record in self.records() if isinstance(record, control.DropRecord)]
+        return [(record.group, record.reason) for record in self.records() if isinstance(record, DropRecord)]
 
     def open_groups(self) -> list[int]:
         return sorted(self.state.open_train)
 
 
-def kinds(records: list[ControlRecord]) -> list[str]:
+def kinds(records: Sequence[ControlRecord]) -> list[str]:
     return [type(record).__name__.removesuffix("Record").lower() for record in records]
 
 
@@ -205,7 +204,7 @@ def started(**changes: Any) -> World:
     return world
 
 
-def only(records: list[ControlRecord], kind: type[Any], test: Callable[[Any], bool] = lambda record: True) -> list[Any]:
+def only(records: Sequence[ControlRecord], kind: type[Any], test: Callable[[Any], bool] = lambda record: True) -> list[Any]:
     return [record for record in records if isinstance(record, kind) and test(record)]
 
 
