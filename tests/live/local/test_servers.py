@@ -6,6 +6,7 @@ import io
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,3 +116,26 @@ def test_a_server_that_cannot_start_says_where_its_log_is(tmp_path: Path) -> Non
         server.start()
     assert server.log_tail()
     assert server.pid is None
+
+
+def test_a_killed_test_session_leaves_no_server(tmp_path: Path) -> None:
+    session = (
+        "import sys, time; from pathlib import Path; from support.servers import running\n"
+        "from towline.local.servers import NatsServer\n"
+        "for server in running(NatsServer(Path(sys.argv[1]))):\n"
+        "    print(server.pid, flush=True); time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", session, str(tmp_path / "nats")], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+    )
+    try:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert psutil.pid_exists(pid)
+    finally:
+        process.kill()
+        process.communicate()
+    deadline = time.monotonic() + 15.0
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
