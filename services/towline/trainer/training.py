@@ -26,7 +26,7 @@ from towline.trainer.feed import BatchAt, Feed
 from towline.trainer.figures import Figures
 from towline.trainer.rows import Gathered, Gatherer
 from towline.trainer.staging import PATIENCE_SECONDS, Committed, Snapshot, Stager
-from towline.trainer.watch import LogWatch
+from towline.trainer.watch import LogWatch, cancel
 
 DRAIN_MARGIN_SECONDS = 1.0
 """Left of drain_seconds for what comes after the loop."""
@@ -133,10 +133,7 @@ class Training:
                 coming = asyncio.create_task(anext(works), name="trainer-batch")
                 await self._step(work)
         finally:
-            tasks = [task for task in (watching, draining, coming, staging) if task is not None]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*(task for task in (watching, draining, coming, staging) if task is not None))
             with contextlib.suppress(RuntimeError):  # a generator that was cancelled in mid-step is closed already
                 await works.aclose()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import structlog
 
@@ -16,6 +16,8 @@ from towline.bus.topology import POLICY
 from towline.contract.policy import Refused, decode_policy
 from towline.errors import FencedError, UnavailableError
 from towline.store.log import Log
+
+CANCEL_SECONDS = 0.5
 
 log_line = structlog.get_logger(__name__)
 
@@ -42,11 +44,9 @@ class LogWatch:
                 with contextlib.suppress(UnavailableError):
                     await self.refresh()
                     self.check()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), self._poll_seconds)
+                await pause(self._wake, self._poll_seconds)
         finally:
-            hints.cancel()
-            await asyncio.gather(hints, return_exceptions=True)
+            await cancel(hints)
 
     async def refresh(self) -> None:
         """Read the LOG to its head."""
@@ -80,8 +80,7 @@ class LogWatch:
 
     async def wait(self, change: asyncio.Event, seconds: float) -> None:
         """Until `change`, at most `seconds`."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(change.wait(), seconds)
+        await pause(change, seconds)
 
     async def _listen(self) -> None:
         async for message in self._bus.subscribe_hints("opened", "committed", "refused"):
@@ -98,3 +97,23 @@ class LogWatch:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+async def pause(event: asyncio.Event, seconds: float) -> None:
+    """Until `event`, at most `seconds`. Not `wait_for`, which loses a cancellation that comes together with the event."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+
+
+async def cancel(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel the tasks and wait for their ends; their errors don't matter any more."""
+    left = {task for task in tasks if not task.done()}
+    while left:
+        for task in left:
+            task.cancel()
+        # Again and again: a library may swallow a cancellation.
+        _, left = await asyncio.wait(left, timeout=CANCEL_SECONDS)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()

@@ -37,6 +37,7 @@ from towline.store.objects import ObjectStore, open_store
 from towline.store.versions import materialize, read_manifest
 from towline.trainer.figures import Figures
 from towline.trainer.run import run_trainer
+from towline.trainer.watch import cancel
 
 GROUPS, GROUP_SIZE, VOCABULARY = 2, 4, 17
 
@@ -251,6 +252,8 @@ class FakePublisher:
                 reason = "scripted"
             elif staged.epoch != lineage.newest_epoch or staged.base != lineage.epoch_head(staged.epoch):
                 reason = "not the epoch's head"
+            elif lineage.quarantined(staged.base):
+                reason = "the base is quarantined"
             if reason is not None:
                 refused = Refused(epoch=staged.epoch, write_id=staged.write_id, reason=reason)
                 await self.bus.publish(topology.policy("refused"), encode(refused))
@@ -268,7 +271,7 @@ class FakePublisher:
         facts = manifest.facts
 
         def build(log: Log) -> LogEntry:
-            if log.lineage.newest_epoch != staged.epoch:
+            if log.lineage.newest_epoch != staged.epoch or log.lineage.quarantined(staged.base):
                 raise _OvertakenError
             return VersionEntry(
                 number=log.next_number, prev=log.head_digest, write_id=staged.write_id, at=time.time(), epoch=staged.epoch,
@@ -287,7 +290,7 @@ class FakePublisher:
 
 
 class _OvertakenError(Exception):
-    """A newer epoch is open."""
+    """A newer epoch is open, or the base is quarantined."""
 
 
 @dataclass
@@ -335,10 +338,9 @@ async def on_stage(settings: Settings) -> AsyncIterator[Stage]:
             if task.done():
                 task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
+        failures = [task.exception() for task in tasks if task.done()]
+        await cancel(*tasks)
         await bus.close()
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
+    for failure in failures:
+        if failure is not None:
+            raise failure
