@@ -69,7 +69,7 @@ class TorchEngine:
 
     @property
     def version(self) -> int | None:
-        return self._batch.version if self._batch is not None else None
+        return self._batch.version if self._batch is not None and self._thread is not None else None
 
     async def start(self, folder: Path, version: int) -> Activation:
         """Raises `UsageError` where the folder or the dtype can't be served."""

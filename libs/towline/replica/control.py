@@ -38,8 +38,8 @@ class ControlFeed:
     def __init__(self, bus: Bus) -> None:
         self.on_change: Callable[[], None] = lambda: None
         self.on_cancel: Callable[[int], None] = lambda task_sequence: None
-        self.end: EndRecord | None = None
-        self.ended = asyncio.Event()
+        self.end_noted = asyncio.Event()
+        """Set by each `end` record; whether the run went on after it is for the reader to see, who clears it."""
         self.caught_up = asyncio.Event()
         """Set once everything that stood in CONTROL at the start has been read."""
         self._bus = bus
@@ -105,8 +105,7 @@ class ControlFeed:
                     self._version_of_group.pop(row.group, None)
                 self._open_groups.pop(record.version, None)
             case EndRecord():
-                self.end = record
-                self.ended.set()
+                self.end_noted.set()
             case _:
                 return
         if self.caught_up.is_set() and not isinstance(record, CancelRecord):

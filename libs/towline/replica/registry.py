@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import Callable
@@ -52,10 +53,9 @@ class Registry:
                 await self._replicas.put(self._replica, encode(self.info()))
             except UnavailableError as error:
                 _log.warning("registry_unreachable", reason=error.message)
-            try:
-                await asyncio.wait_for(self._wake.wait(), RENEW_SECONDS)
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RENEW_SECONDS):
+                    await self._wake.wait()
 
     def info(self) -> ReplicaInfo:
         return ReplicaInfo(

@@ -142,7 +142,8 @@ class Replica:
                 self._news.set()
                 self.on_news()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._poll.wait(), self._settings.rollout.poll_seconds)
+                async with asyncio.timeout(self._settings.rollout.poll_seconds):
+                    await self._poll.wait()
 
     async def _listen(self) -> None:
         while True:
@@ -164,10 +165,7 @@ class Replica:
             if wanted is not None and wanted != self.version:
                 await self._move(wanted)
                 continue
-            self._news.clear()
-            if self._wanted() == wanted:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), self._hold_left())
+            await self._wait_for_news()
 
     async def _start_engine(self) -> None:
         """Wait for entry 0 and start the engine on the base model."""
@@ -194,10 +192,17 @@ class Replica:
             raise EngineError(f"replica {self.name}: the base model failed: {why}", code="base_failed")
 
     def _wanted(self) -> int | None:
+        self._news.clear()
         now, lineage = time.monotonic(), self.lineage
         return choose(
             lineage, self.version, is_open=lambda version: self._holds.open(lineage, version, now), refused=self.figures.failed
         )
+
+    async def _wait_for_news(self) -> None:
+        """Until the LOG or CONTROL changed after the last choice, or the hold on the served version ends."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._hold_left()):
+                await self._news.wait()
 
     def _hold_left(self) -> float | None:
         """Seconds until the hold on the served version ends by itself."""
@@ -216,9 +221,7 @@ class Replica:
             return
         # While it was prepared, an evaluation may have come to hold the served version, or a fork have taken this one away.
         while self._wanted() == self.version and self.lineage.on_line(version):
-            self._news.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), self._hold_left())
+            await self._wait_for_news()
         if not self.lineage.on_line(version):
             self._back()
             return

@@ -76,8 +76,9 @@ async def running_until(engine: TorchEngine, short: GenerateRequest, *long: Gene
 
 
 async def test_logprobs_are_those_of_a_plain_forward_of_the_finished_sequence(rig: Rig) -> None:
+    stopping: dict[str, Any] = {"stop_token_ids": (5, 9, 11)}
     kinds: list[dict[str, Any]] = [
-        {}, {"temperature": 0.6}, {"temperature": 1.7, "top_k": 7}, {"top_p": 0.6}, {"temperature": 0.0}, {"stop_token_ids": (5, 9, 11)},
+        {}, {"temperature": 0.6}, {"temperature": 1.7, "top_k": 7}, {"top_p": 0.6}, {"temperature": 0.0}, stopping,
     ]  # fmt: skip
     requests = [request(f"r{i}", prompt(1 + 7 * (i % 9), i), 3 + 5 * (i % 11), **kinds[i % 6]) for i in range(60)]
     results = await asyncio.gather(*map(rig.engine.generate, requests))
@@ -319,7 +320,7 @@ async def test_stop_gives_back_what_runs_as_an_abort(tmp_path: Path) -> None:
 
 async def test_weights_wider_than_the_engine_are_refused_at_the_start(tmp_path: Path) -> None:
     engine = TorchEngine(slots=2, dtype="bfloat16")
-    with pytest.raises(EngineError, match="rollout.dtype"):
+    with pytest.raises(EngineError, match=r"rollout\.dtype"):
         await engine.start(save(make_model("llama", 0), tmp_path, torch.float32), 0)
 
 

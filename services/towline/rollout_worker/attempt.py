@@ -1,0 +1,266 @@
+"""One delivery of one task, from the pull to the ack. Truth first, ack second: what isn't published yet is never acked.
+
+A trajectory is create-only, so a second delivery of a task, here or elsewhere, can't count twice; an attempt that fails
+leaves a failure record, from which the buffer decides what comes next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+import structlog
+
+from towline.bus.client import Bus, Delivery
+from towline.bus.topology import TRAJECTORY
+from towline.config import Settings
+from towline.contract.codec import encode
+from towline.contract.outcome import Failure, FailureStage
+from towline.contract.task import TRAIN, Task
+from towline.contract.trajectory import decode_trajectory, encode_trajectory
+from towline.engine.base import Engine
+from towline.environment.base import Environment
+from towline.errors import EngineError, MalformedError, UnavailableError, UsageError
+from towline.replica.control import ControlFeed
+from towline.replica.replica import Replica
+from towline.rollout_worker.eligibility import eligibility, stale
+from towline.rollout_worker.episode import EnvironmentFailed, Episode, Origin
+from towline.rollout_worker.signal import Signal
+
+T = TypeVar("T")
+Interruption = Literal["cancelled", "stale", "moved", "drained", "ended"]
+_FIRST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 0.2, 5.0
+_log = structlog.get_logger("towline.rollout_worker")
+
+
+@dataclass(slots=True)
+class WorkerFigures:
+    """Totals since the start."""
+
+    trajectories: int = 0
+    tokens: int = 0
+    """Policy tokens of delivered trajectories."""
+    superseded: int = 0
+    cancelled: int = 0
+    handed_over: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What all attempts of a worker share. `change` is told when the served version changes or the LOG grows."""
+
+    bus: Bus
+    settings: Settings
+    engine: Engine
+    replica: Replica
+    feed: ControlFeed
+    environment: Callable[[str], Environment]
+    change: Signal
+    figures: WorkerFigures
+
+
+@dataclass(slots=True)
+class _Failed(Exception):
+    stage: FailureStage
+    reason: str
+    final: bool = False
+
+
+class Attempt:
+    """`run` it in a task of its own; `interrupt` ends it early, unless it has begun to publish."""
+
+    def __init__(self, bench: Bench, delivery: Delivery, task: Task) -> None:
+        self.task, self.delivery = task, delivery
+        self._bench = bench
+        self._pulled_at = time.time()
+        self._episode: Episode | None = None
+        self._began_on: int | None = None
+        self._publishing = False
+        self._why: Interruption | None = None
+        self._runner: asyncio.Task[None] | None = None
+
+    @property
+    def sequence(self) -> int:
+        """The task's place in CONTROL."""
+        return self.delivery.sequence
+
+    async def run(self) -> None:
+        self._runner = asyncio.current_task()
+        assert self._runner is not None
+        try:
+            try:
+                if self._why is not None:  # before it began
+                    await self._leave(self._why)
+                else:
+                    await self._deliver()
+            except asyncio.CancelledError:
+                if self._why is None:
+                    raise
+                self._runner.uncancel()
+                await self._leave(self._why)
+        except _Failed as failed:
+            await self._fail(failed)
+
+    def interrupt(self, why: Interruption) -> None:
+        """End it: see `_leave` for what each reason leaves behind."""
+        if self._why is None and not self._publishing:
+            self._why = why
+            if self._runner is not None:
+                self._runner.cancel()
+
+    def review(self) -> None:
+        """The LOG or the version changed: give up what can't count any more."""
+        bench, exact = self._bench, self.task.exact_version
+        if self._began_on is None:
+            return
+        if exact is not None:
+            if bench.replica.version != exact:
+                self.interrupt("moved")
+        elif self._is_stale():
+            self.interrupt("stale")
+
+    async def _deliver(self) -> None:
+        bench, task, delivery = self._bench, self.task, self.delivery
+        subject = bench.bus.topology.trajectory(task.group, task.sample)
+        if bench.feed.cancelled(delivery.sequence):
+            await self._leave("cancelled")
+            return
+        if delivery.num_delivered > 1 and await self._insist(lambda: bench.bus.last(TRAJECTORY, subject)) is not None:
+            await delivery.ack()
+            return
+        await self._until_served()
+        data, policy_tokens = await self._generate()
+        self._publishing = True
+        created = await self._insist(lambda: bench.bus.create(subject, data))
+        if created.won:
+            bench.figures.trajectories += 1
+            bench.figures.tokens += policy_tokens
+        else:
+            bench.figures.superseded += 1
+        await delivery.ack()
+
+    async def _until_served(self) -> None:
+        """Hold the task until the replica serves a version that may serve it."""
+        bench, hold_seconds = self._bench, self._bench.settings.rollout.hold_seconds
+        deadline = time.monotonic() + hold_seconds
+        while True:
+            replica = bench.replica
+            match eligibility(replica.lineage, replica.version, self.task):
+                case "serve":
+                    return
+                case "moved":
+                    raise _Failed(
+                        "version_moved", f"the replica has left version {self.task.exact_version} for {replica.version}"
+                    )
+            left = deadline - time.monotonic()
+            if left <= 0:
+                wanted = self.task.exact_version
+                need = f"depth {self.task.not_before_depth}" if wanted is None else f"version {wanted}"
+                raise _Failed("not_ready", f"{need} wasn't served within {hold_seconds:g} s; version {replica.version} is")
+            await bench.change.wait(left)
+
+    async def _generate(self) -> tuple[bytes, int]:
+        """The trajectory's bytes, decoded once, and its policy tokens."""
+        bench, task = self._bench, self.task
+        self._began_on = bench.engine.version
+        try:
+            self._episode = Episode(
+                task, bench.environment(task.environment), bench.engine, f"{self.sequence}.{self.delivery.num_delivered}"
+            )
+            await self._episode.run()
+            spans = self._episode.spans
+            if not await bench.replica.vouched({span.version for span in spans}):
+                raise _Failed("generate", "a version that it was sampled from failed its proof on this replica")
+            if task.exact_version is not None and any(span.version != task.exact_version for span in spans):
+                raise _Failed("version_moved", f"sampled from version {spans[-1].version}, not {task.exact_version}")
+            if self._is_stale():
+                raise _Failed("stale", self._stale_reason())
+            trajectory = self._episode.trajectory(
+                Origin(
+                    engine=bench.engine.name,
+                    replica=bench.replica.name,
+                    task_sequence=self.sequence,
+                    pulled_at=self._pulled_at,
+                )
+            )
+            data = encode_trajectory(trajectory)
+            decode_trajectory(data)
+            return data, trajectory.policy_tokens
+        except EnvironmentFailed as error:
+            raise _Failed("environment", error.message) from error
+        except MalformedError as error:
+            raise _Failed("malformed", error.message) from error
+        except UsageError as error:
+            raise _Failed("generate", error.message, final=True) from error
+        except EngineError as error:
+            raise _Failed("generate", error.message) from error
+
+    def _is_stale(self) -> bool:
+        """Only what is trained can be stale."""
+        began = self._episode.spans[0].version if self._episode is not None and self._episode.spans else self._began_on
+        return (
+            self.task.lane == TRAIN
+            and began is not None
+            and stale(self._bench.replica.lineage, began, self._bench.settings.buffer.max_staleness)
+        )
+
+    def _stale_reason(self) -> str:
+        lineage = self._bench.replica.lineage
+        return f"began on version {self._began_on}; the run is at depth {lineage.depth(lineage.latest)}"
+
+    async def _leave(self, why: Interruption) -> None:
+        """What an interrupted attempt does about its task."""
+        figures = self._bench.figures
+        match why:
+            case "cancelled":
+                figures.cancelled += 1
+                await self.delivery.ack()
+            case "stale":
+                raise _Failed("stale", self._stale_reason())
+            case "moved":
+                raise _Failed("version_moved", f"the replica left version {self.task.exact_version}")
+            case "drained":
+                figures.handed_over += 1
+                await self.delivery.nak()
+            case "ended":
+                pass
+
+    async def _fail(self, failed: _Failed) -> None:
+        """The record first, then the ack."""
+        self._publishing = True
+        bench, task = self._bench, self.task
+        figures = bench.figures.failures
+        figures[failed.stage] = figures.get(failed.stage, 0) + 1
+        _log.info(
+            "attempt_failed", group=task.group, sample=task.sample, task_sequence=self.sequence, stage=failed.stage,
+            final=failed.final, reason=failed.reason,
+        )  # fmt: skip
+        record = Failure(
+            run=task.run,
+            lane=task.lane,
+            group=task.group,
+            sample=task.sample,
+            task_sequence=self.sequence,
+            delivery=self.delivery.num_delivered,
+            stage=failed.stage,
+            final=failed.final,
+            reason=failed.reason,
+            replica=bench.replica.name,
+        )
+        await self._insist(lambda: bench.bus.publish(bench.bus.topology.failure(task.group, task.sample), encode(record)))
+        await self.delivery.ack()
+
+    async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Until the bus takes it: what was generated is kept, and the delivery held, while it's away or full."""
+        wait = _FIRST_RETRY_SECONDS
+        while True:
+            try:
+                return await call()
+            except UnavailableError as error:
+                _log.warning("bus_waits", group=self.task.group, sample=self.task.sample, code=error.code, reason=error.message)
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, _MOST_RETRY_SECONDS)

@@ -1,0 +1,168 @@
+"""A rollout worker: one engine that follows the run's policy and turns tasks into trajectories, one sample a slot."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import structlog
+
+from towline.bus.client import Bus
+from towline.config import Settings
+from towline.engine.base import Engine
+from towline.environment.base import Environment, environment_factory
+from towline.errors import UnavailableError
+from towline.replica.control import ControlFeed
+from towline.replica.replica import Replica
+from towline.rollout_worker.attempt import Bench, WorkerFigures
+from towline.rollout_worker.intake import Intake
+from towline.rollout_worker.signal import Signal
+from towline.runtime.run_end import run_has_ended
+from towline.store.log import Log
+from towline.store.objects import ObjectStore
+
+HAND_OVER_SECONDS = 2.0
+"""Kept of the drain's time for giving back what isn't finished."""
+_log = structlog.get_logger("towline.rollout_worker")
+
+
+class Worker:
+    """`run` serves until the run's end record (`ended`), until `drain`, or until something breaks, which it raises."""
+
+    def __init__(self, *, name: str, settings: Settings, bus: Bus, objects: ObjectStore, engine: Engine, folder: Path) -> None:
+        self._settings, self._bus, self._engine = settings, bus, engine
+        self._feed = ControlFeed(bus)
+        self._change = Signal()
+        self.figures = WorkerFigures()
+        self.replica = Replica(
+            name=name, bus=bus, objects=objects, log=Log(objects, settings.run.name), engine=engine, settings=settings,
+            feed=self._feed, folder=folder, busy=lambda: self._intake.busy,
+        )  # fmt: skip
+        self._intake = Intake(
+            Bench(
+                bus=bus, settings=settings, engine=engine, replica=self.replica, feed=self._feed,
+                environment=_environments(), change=self._change, figures=self.figures,
+            )
+        )  # fmt: skip
+        self._feed.on_cancel = lambda sequence: self._intake.interrupt(sequence, "cancelled")
+        self.replica.on_version = self.replica.on_news = self._on_change
+        self._draining = asyncio.Event()
+
+    @property
+    def busy(self) -> int:
+        return self._intake.busy
+
+    @property
+    def not_ready(self) -> str | None:
+        """Why no task can be served; None where one can."""
+        states = self.replica.states
+        if states.state == "draining":
+            return "draining"
+        if self.replica.version is None:
+            return f"{states.state}: {states.detail}" if states.detail else states.state
+        return None
+
+    def drain(self) -> None:
+        """Pull no more, finish or hand over what runs within service.drain_seconds, then let `run` return."""
+        self._draining.set()
+
+    async def run(self) -> Literal["ended", "drained"]:
+        parts = [
+            asyncio.create_task(part, name=name)
+            for name, part in (
+                ("feed", self._feed.run()), ("replica", self.replica.run()), ("intake", self._intake.run()),
+                ("engine-watch", self._watch_engine()),
+            )
+        ]  # fmt: skip
+        ended: asyncio.Task[Any]
+        ended, _ = ends = [asyncio.create_task(self._until_ended()), asyncio.create_task(self._draining.wait())]
+        try:
+            done, _ = await asyncio.wait([*parts, *ends], return_when=asyncio.FIRST_COMPLETED)
+            for part in parts:
+                if part in done:
+                    part.result()
+            self._intake.close()
+            self.replica.drain()
+            if ended.done():
+                ended.result()
+                _log.info("run_ended", trajectories=self.figures.trajectories)
+                self._intake.interrupt_all("ended")
+                await self._intake.settled(HAND_OVER_SECONDS)
+                return "ended"
+            seconds = self._settings.service.drain_seconds
+            if not await self._intake.settled(max(seconds - HAND_OVER_SECONDS, 0.1)):
+                self._intake.interrupt_all("drained")
+                await self._intake.settled(HAND_OVER_SECONDS / 2)
+            return "drained"
+        finally:
+            await _cancelled(*parts, *ends)
+            await self._engine.stop()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HAND_OVER_SECONDS / 2):
+                    await self.replica.registry.leave()
+
+    def report(self) -> dict[str, Any]:
+        """The figures of the status; seconds and bytes are totals since the start."""
+        replica, version = self.replica, self.replica.version
+        return {
+            "version": version,
+            "depth": None if version is None else replica.lineage.depth(version),
+            "busy": self.busy,
+            "slots": self._engine.slots,
+            "trajectories": self.figures.trajectories,
+            "tokens": self.figures.tokens,
+            "superseded": self.figures.superseded,
+            "cancelled": self.figures.cancelled,
+            "handed_over": self.figures.handed_over,
+            "failures": dict(self.figures.failures),
+            "activations": replica.figures.activations,
+            "prepare_seconds": replica.figures.prepare_seconds,
+            "pause_seconds": replica.figures.pause_seconds,
+            "wire_bytes": replica.figures.wire_bytes,
+            "failed_versions": {str(number): why for number, why in replica.figures.failed.items()},
+        }
+
+    def _on_change(self) -> None:
+        self._change.notify()
+        self._intake.review()
+
+    async def _until_ended(self) -> None:
+        """Until an `end` record stands after which the run didn't go on."""
+        while True:
+            await self._feed.end_noted.wait()
+            self._feed.end_noted.clear()
+            while True:
+                try:
+                    if await run_has_ended(self._bus, self._settings.run.steps):
+                        return
+                    break
+                except UnavailableError as error:
+                    _log.warning("run_end_unknown", reason=error.message)
+                    await asyncio.sleep(1.0)
+
+    async def _watch_engine(self) -> None:
+        """An engine that died ends the worker: its supervisor starts a new one, and the tasks are delivered again."""
+        while True:
+            await asyncio.sleep(1.0)
+            if self._engine.version is not None:
+                self._engine.health()
+
+
+async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel the tasks, and again until they end: a library may swallow a cancellation."""
+    left = set(tasks)
+    while left:
+        for task in left:
+            task.cancel()
+        done, left = await asyncio.wait(left, timeout=1.0)
+        await asyncio.gather(*done, return_exceptions=True)
+
+
+def _environments() -> Callable[[str], Environment]:
+    """Makes the environment of a name, imported once."""
+    factory = functools.lru_cache(environment_factory)
+    return lambda name: factory(name)()
