@@ -73,7 +73,10 @@ class Coverage:
             at = self._at.get(spec.name, 0)
             if at != block.start:
                 raise CorruptError(f"tensor {spec.name!r} goes on at element {block.start}, not {at}", code="delta_order")
-            end = block.start + block.count if len(specs) == 1 else spec.elements
+            if len(specs) > 1:
+                del self._open[spec.name]
+                continue
+            end = block.start + block.count
             self._at[spec.name] = end
             if end == spec.elements:
                 del self._open[spec.name]
@@ -216,9 +219,10 @@ class _Decoder:
             if piece.finish() != task.head.block_checks[task.index]:
                 raise CorruptError(f"{_where(task)} isn't what was encoded: {_HINT}", code="delta_checksum")
             return task, {}
-        for spec, state_hash in zip(task.specs, hashes, strict=True):
-            self.verify(task.head, spec.name, state_hash.check(), state_hash.digest())
-        return task, {spec.name: each.digest() for spec, each in zip(task.specs, hashes, strict=True)}
+        digests = {spec.name: each.digest() for spec, each in zip(task.specs, hashes, strict=True)}
+        for name, each in zip(digests, hashes, strict=True):
+            self.verify(task.head, name, each.check(), digests[name])
+        return task, digests
 
     def verify(self, head: PartHead, name: str, check: bytes, digest: str) -> None:
         """Compare a tensor's final state with what the part and the caller say it is."""

@@ -7,6 +7,7 @@ a tensor.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from importlib import import_module
 from typing import Protocol, cast
 
@@ -60,12 +61,12 @@ class StateHash:
 
     def __init__(self, algorithm: str) -> None:
         self._check = hasher(algorithm)
-        self._identity = None if algorithm == XXH3_128 else hasher(XXH3_128)
+        self._identity = self._check if algorithm == XXH3_128 else hasher(XXH3_128)
+        self.update: Callable[[Bytes], object] = self._check.update if algorithm == XXH3_128 else self._update_both
 
-    def update(self, data: Bytes) -> None:
+    def _update_both(self, data: Bytes) -> None:
         self._check.update(data)
-        if self._identity is not None:
-            self._identity.update(data)
+        self._identity.update(data)
 
     def check(self) -> bytes:
         """The checksum that stands in a part."""
@@ -73,4 +74,4 @@ class StateHash:
 
     def digest(self) -> str:
         """xxh3-128 as 32 hex digits, as `RawTensor.digest` gives it."""
-        return (self._identity or self._check).digest().hex()
+        return self._identity.digest().hex()

@@ -175,12 +175,18 @@ class PartBuilder:
         report = self._report
         report.changed += changed
         report.elements += work.count
+        report.model_bytes += work.count * width_of(work.specs[0].dtype)
+        if work.start == 0:
+            report.layout += work.specs
         for spec in work.specs:
-            if work.start == 0:
-                report.layout.append(spec)
-                report.model_bytes += spec.nbytes
-            used = {codec if changed else "same", *report.codecs.get(spec.name, "").split("+")} - {""}
-            report.codecs[spec.name] = "+".join(sorted(used - {"same"} or {"same"}))
+            if not changed:
+                report.codecs.setdefault(spec.name, "same")
+                continue
+            if spec.name not in report.codecs:
+                report.codecs[spec.name] = codec
+                continue
+            used = {codec, *report.codecs[spec.name].split("+")} - {"same"}
+            report.codecs[spec.name] = "+".join(sorted(used))
         if checks:
             report.digests.update({spec.name: digest for spec, (_, digest) in zip(work.specs, checks, strict=True)})
 

@@ -199,6 +199,7 @@ def _check_table(table: Table, specs: tuple[TensorSpec, ...], frames_bytes: int)
         names.add(spec.name)
         if any(size < 0 for size in spec.shape) or prod(spec.shape) >= 1 << 62:
             raise CorruptError(f"tensor {spec.name!r} has an impossible shape", code="delta_table")
+    sizes = [spec.elements for spec in specs]
     row, at = 0, None  # `at`: where the open tensor goes on; None between tensors and before the part's first piece
     for block in table.blocks:
         if at is None and row == block.row == 0 and block.rows == 1:
@@ -206,12 +207,12 @@ def _check_table(table: Table, specs: tuple[TensorSpec, ...], frames_bytes: int)
         last = block.row + block.rows
         if block.row != row or block.rows < 1 or last > len(specs) or block.start != (at or 0):
             raise CorruptError("the part's blocks don't follow each other", code="delta_table")
-        elements = sum(spec.elements for spec in specs[row:last])
+        elements = sum(sizes[row:last])
         ends = block.start + block.count == elements
         sound = 0 <= block.count <= elements - block.start and (ends or (block.rows == 1 and block.count > 0))
         if not sound:
             raise CorruptError(f"a block overruns tensor {specs[row].name!r}", code="delta_table")
-        if any(spec.dtype != specs[row].dtype for spec in specs[row:last]):
+        if len({spec.dtype for spec in specs[row:last]}) > 1:
             raise CorruptError(f"a block mixes dtypes at tensor {specs[row].name!r}", code="delta_table")
         if min(block.frames, default=0) < 0 or not 0 <= block.changed <= block.count:
             raise CorruptError(f"a block of tensor {specs[row].name!r} has impossible sizes", code="delta_table")

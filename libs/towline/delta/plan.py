@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from towline.delta.numbers import Bytes
+from towline.delta.numbers import Bytes, width_of
 from towline.delta.state import RawTensor, TensorSpec
 
 BLOCK_BYTES = 8 << 20
 DENSE_BLOCK_BYTES = 64 << 20
 """Dense mode: the larger the block, the less its classes' streams cost."""
-_HINT_BYTES = 8192
+_HINT_BYTES = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +41,17 @@ def cut(pairs: Iterable[tuple[RawTensor | None, RawTensor]], block_bytes: int) -
     """(base or None, new) tensors as blocks; holds no more than one block per dtype and density."""
     packs: dict[tuple[str, bool], _Pack] = {}
     for old, new in pairs:
-        if new.spec.nbytes > block_bytes:
+        size = new.data.size
+        if size > block_bytes:
             yield from _pieces(old, new, block_bytes)
             continue
         key = (new.spec.dtype, old is not None and _looks_dense(old.data, new.data))
         pack = packs.setdefault(key, _Pack([]))
-        if pack.nbytes + new.spec.nbytes > block_bytes:
+        if pack.nbytes + size > block_bytes:
             yield _whole(pack)
             pack = packs[key] = _Pack([])
         pack.pairs.append((old, new))
-        pack.nbytes += new.spec.nbytes
+        pack.nbytes += size
     for pack in packs.values():
         yield _whole(pack)
 
@@ -59,13 +60,13 @@ def _whole(pack: _Pack) -> Work:
     specs = tuple(new.spec for _, new in pack.pairs)
     old = tuple(old.data for old, _ in pack.pairs if old is not None)
     new = tuple(new.data for _, new in pack.pairs)
-    return Work(specs, 0, sum(spec.elements for spec in specs), old if len(old) == len(new) else None, new)
+    return Work(specs, 0, pack.nbytes // width_of(specs[0].dtype), old if len(old) == len(new) else None, new)
 
 
 def _pieces(old: RawTensor | None, new: RawTensor, block_bytes: int) -> Iterator[Work]:
-    width = new.spec.nbytes // new.spec.elements
-    for at in range(0, new.spec.nbytes, block_bytes):
-        end = min(at + block_bytes, new.spec.nbytes)
+    width = width_of(new.spec.dtype)
+    for at in range(0, new.data.size, block_bytes):
+        end = min(at + block_bytes, new.data.size)
         before = None if old is None else (old.data[at:end],)
         yield Work((new.spec,), at // width, (end - at) // width, before, (new.data[at:end],))
 
