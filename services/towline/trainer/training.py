@@ -165,7 +165,8 @@ class Training:
         timeout = 1.0 if drain_until is None else max(min(1.0, drain_until - since), 0.0)
         await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         self._figures.idle_seconds += time.monotonic() - since
-        self._tell(self._stager.trouble)
+        if not self._draining.is_set():
+            self._tell(self._stager.trouble)
 
     async def _step(self, work: Work) -> None:
         record, gathered = work.batch.record, work.gathered

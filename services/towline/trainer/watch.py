@@ -14,7 +14,7 @@ import structlog
 from towline.bus.client import Bus
 from towline.bus.topology import POLICY
 from towline.contract.policy import Refused, decode_policy
-from towline.errors import FencedError, UnavailableError
+from towline.errors import FencedError, TowlineError, UnavailableError
 from towline.store.log import Log
 
 CANCEL_SECONDS = 0.5
@@ -83,11 +83,14 @@ class LogWatch:
         await pause(change, seconds)
 
     async def _listen(self) -> None:
-        async for message in self._bus.subscribe_hints("opened", "committed", "refused"):
-            if isinstance(message, Refused):
-                self._refusals[message.write_id] = message.reason
-                self._notify()
-            self._wake.set()
+        try:
+            async for message in self._bus.subscribe_hints("opened", "committed", "refused"):
+                if isinstance(message, Refused):
+                    self._refusals[message.write_id] = message.reason
+                    self._notify()
+                self._wake.set()
+        except TowlineError as error:  # without hints the poll finds the same, a little later
+            log_line.warning("no hints", reason=error.message)
 
     def _take(self, data: bytes) -> None:
         message = decode_policy(data)

@@ -322,8 +322,8 @@ class Stage:
 
 
 @contextlib.asynccontextmanager
-async def on_stage(settings: Settings) -> AsyncIterator[Stage]:
-    """A bus, a store, and both scripted services at work; whatever one of them raises fails the test."""
+async def on_stage(settings: Settings, *, publisher: bool = True) -> AsyncIterator[Stage]:
+    """A bus, a store, and the scripted services at work; whatever one of them raises fails the test."""
     bus = await Bus.connect(settings.bus, run=settings.run.name, client_name="scripted")
     objects = open_store(settings.store)
     log = Log(objects, settings.run.name)
@@ -331,7 +331,9 @@ async def on_stage(settings: Settings) -> AsyncIterator[Stage]:
         settings, bus, objects, log, FakeBuffer(bus, log, settings), FakePublisher(bus, objects, Log(objects, settings.run.name))
     )
     await bus.ensure()
-    tasks = [asyncio.create_task(stage.buffer.run()), asyncio.create_task(stage.publisher.run())]
+    tasks = [asyncio.create_task(stage.buffer.run())]
+    if publisher:
+        tasks.append(asyncio.create_task(stage.publisher.run()))
     try:
         yield stage
         for task in tasks:

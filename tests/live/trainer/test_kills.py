@@ -64,7 +64,7 @@ async def test_killed_at_a_point_it_goes_on(make_settings: Make, model_folder: P
 
 
 async def test_killed_again_and_again_in_async_mode_it_goes_on(make_settings: Make, model_folder: Path, tmp_path: Path) -> None:
-    settings = make_settings(run={"steps": 40}, buffer={"max_staleness": 2}, trainer={"checkpoint_every": 3})
+    settings = make_settings(run={"steps": 24}, buffer={"max_staleness": 2}, trainer={"checkpoint_every": 3})
     times = random.Random(7)
     async with on_stage(settings) as stage:
         kills = 0
@@ -79,8 +79,8 @@ async def test_killed_again_and_again_in_async_mode_it_goes_on(make_settings: Ma
             await until(lambda process=process: process.exitcode is not None)  # type: ignore[misc]
         assert kills >= 4
         assert await exit_code(settings) == 0
-        check(stage, 40)
-        assert stage.versions()[-1].model_digest == expected_digest(settings, model_folder, tmp_path, 40)
+        check(stage, 24)
+        assert stage.versions()[-1].model_digest == expected_digest(settings, model_folder, tmp_path, 24)
 
 
 async def test_a_fenced_trainer_exits_with_75(make_settings: Make) -> None:
