@@ -33,6 +33,7 @@ SERVICES_SECONDS = 6.5
 """After so long, whatever still runs is killed."""
 SERVERS_SECONDS = 2.5
 FENCED = 75
+STAYS = "buffer"
 
 
 @dataclass(slots=True)
@@ -72,8 +73,12 @@ class Supervisor:
         self._keepers += [asyncio.create_task(self._keep_server(server)) for server in self._servers]
 
     async def wait_done(self) -> None:
-        """Until every service exited 0; raises what ended the run otherwise."""
-        while not all(child.done for child in self._children):
+        """Until every service that ends by itself exited 0; raises what ended the run otherwise.
+
+        The buffer doesn't: it stays for whoever asks, and for a run that is given more steps.
+        """
+        ending = [child for child in self._children if child.spec.service != STAYS]
+        while not all(child.done for child in ending):
             if self.failure is not None:
                 raise self.failure
             self._changed.clear()

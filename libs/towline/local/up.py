@@ -171,8 +171,8 @@ class Up:
                     await asyncio.wait([done], timeout=POLL_SECONDS)
                 until = time.monotonic() + FINISH_SECONDS
                 while not done.done() and time.monotonic() < until:
-                    view.show(await self._look(settings, bus, supervisor, book), book)
                     await asyncio.wait([done], timeout=POLL_SECONDS)
+                    view.show(await self._look(settings, bus, supervisor, book), book)
                 if done.done():
                     done.result()
             finally:

@@ -61,7 +61,7 @@ async def test_a_killed_service_is_started_again_and_a_finished_one_isnt(directo
 
 
 async def test_when_all_are_done_the_run_is_done(directory):
-    supervisor = Supervisor(directory, [spec(directory, name, "pass") for name in ("buffer", "reward")], [], print)
+    supervisor = Supervisor(directory, [spec(directory, "reward", "pass"), spec(directory, "buffer", SLEEP)], [], print)
     supervisor.start()
     await asyncio.wait_for(supervisor.wait_done(), 10)
     assert supervisor.restarts.total() == 0
