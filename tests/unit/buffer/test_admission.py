@@ -98,6 +98,20 @@ def test_a_task_waits_for_no_fresher_version_than_its_place_in_the_queue_needs()
     assert {task.group: task.not_before_depth for task in world.tasks() if task.group > 5} == {6: 1, 7: 1}
 
 
+def test_a_group_that_is_next_may_be_served_by_a_version_at_the_bound() -> None:
+    world = started(groups_per_batch=2, max_staleness=2, max_open_groups=2)
+    for _ in range(3):
+        world.scored(*world.open_groups())
+        world.settle()
+        while world.state.next_depth > world.view.depth:
+            world.version()
+        world.settle()
+    # The open ones were admitted at depth 2 behind a batch of two groups: place 2 is trained at depth 2 + 2 // 2 = 3.
+    newest = [task for task in world.tasks() if task.group in world.open_groups()]
+    assert world.view.depth == 3
+    assert {task.not_before_depth for task in newest} == {1}
+
+
 def test_a_group_is_one_unit_of_all_its_samples() -> None:
     world = World(rules(group_size=3))
     world.base()

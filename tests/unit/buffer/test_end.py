@@ -108,17 +108,18 @@ def test_the_end_of_the_data_flushes_a_partial_batch_and_ends_the_run() -> None:
 
 
 def test_a_partial_batch_waits_for_the_groups_that_may_still_come() -> None:
-    world = World(rules(groups_per_batch=2, max_staleness=1, steps=50), Sources(source(length=3, epochs=1), source()))
+    world = World(rules(groups_per_batch=2, max_staleness=1, steps=50), Sources(source(length=4, epochs=1), source()))
     world.base()
     world.open()
     world.settle()
     world.scored(0, 1)
     world.settle()
-    assert world.open_groups() == [2]
-    world.outcome(world.score(2, 0))
+    assert world.open_groups() == [2, 3]
+    world.scored(2)
     assert world.settle() == []
-    world.outcome(world.score(2, 1))
-    assert kinds(world.settle()) == ["batch"]
+    world.failed(3, 0, "malformed", final=True)
+    assert kinds(world.settle()) == ["cancel", "drop", "batch"]
+    assert [row.group for row in world.batches()[-1].rows] == [2, 2]
 
 
 def test_a_run_without_a_trainer_does_not_end() -> None:

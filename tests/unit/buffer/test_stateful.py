@@ -198,5 +198,5 @@ class BufferMachine(RuleBasedStateMachine):
 
 TestBuffer = BufferMachine.TestCase
 TestBuffer.settings = settings(
-    max_examples=150, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=100, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
