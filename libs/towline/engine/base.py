@@ -101,8 +101,9 @@ class Engine(Protocol):
         otherwise `health` fails."""
         ...
 
-    async def logprobs(self, tokens: list[int]) -> list[float]:
-        """log-softmax at temperature 1 of tokens[1:] given what precedes each: float32, len(tokens) - 1 values."""
+    async def logprobs(self, tokens: list[int]) -> list[float] | None:
+        """log-softmax at temperature 1 of tokens[1:] given what precedes each: float32, len(tokens) - 1 values. None from an
+        engine without a model."""
         ...
 
     def health(self) -> None:

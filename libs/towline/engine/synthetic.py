@@ -43,7 +43,8 @@ class SyntheticEngine:
 
     Lengths are log-normal around `mean_tokens` with `sigma` (of the log), capped by the request's limit; a share
     `failure_rate` of the requests fails part-way with `EngineError`. Each running sequence gets `tokens_per_second`, at most
-    `total_tokens_per_second` in all; 0 means no limit. The digest is None: there are no weights to hash.
+    `total_tokens_per_second` in all; 0 means no limit. Digest and probe are None: there are
+    no weights, so an ack of this engine proves the files alone.
     """
 
     name = "synthetic"
@@ -133,9 +134,8 @@ class SyntheticEngine:
         self._wake.set()
         return Activation(pause_seconds=time.perf_counter() - began, engine_digest=None)
 
-    async def logprobs(self, tokens: list[int]) -> list[float]:
-        """What a uniform policy says."""
-        return [-math.log(self._vocabulary)] * (len(tokens) - 1)
+    async def logprobs(self, tokens: list[int]) -> list[float] | None:
+        return None
 
     def health(self) -> None:
         if self._ticker is None or self._ticker.done():

@@ -289,10 +289,9 @@ class Replica:
         return True
 
     async def _probe(self, copy: Copy) -> float | None:
-        """Largest |logprob - expected| on the entry's fixed tokens; None without a probe."""
-        if copy.probe is None:
+        """Largest |logprob - expected| on the entry's fixed tokens; None without a probe, or without a model to ask."""
+        if copy.probe is None or (got := await self._engine.logprobs(list(copy.probe.tokens))) is None:
             return None
-        got = await self._engine.logprobs(list(copy.probe.tokens))
         # A NaN on either side must not pass for agreement, as max() would let it.
         differences = [abs(a - b) for a, b in zip(got, copy.probe.logprobs, strict=True)]
         return float("nan") if any(value != value for value in differences) else max(differences, default=0.0)

@@ -108,6 +108,39 @@ async def test_weights_that_do_not_arrive_in_the_engine_are_found_by_the_engine_
     assert "live weights have the digest" in running.worker.replica.figures.failed[bad]
 
 
+async def test_a_part_that_is_not_there_yet_is_waited_for(world: World, start: Start) -> None:
+    world.seed()
+    running = await start()
+    await world.served(0)
+    commit = world.stage(1)
+    [part] = (world.folder / "store").glob("**/versions/*/part-00000.safetensors")
+    part.rename(away := world.folder / "away")
+    version = commit()
+    await until(lambda: running.worker.replica.states.state == "preparing")
+    await world.task(1)
+    assert (await world.trajectory(1)).version_end == 0, "preparing doesn't keep anybody from generating"
+    away.rename(part)
+    await world.served(version)
+
+
+async def test_a_part_with_wrong_bytes_fails_the_version_and_is_never_activated(
+    world: World, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("towline.replica.replica.PREPARE_TRIES", 2)
+    world.seed()
+    running = await start()
+    await world.served(0)
+    commit = world.stage(1)
+    [part] = (world.folder / "store").glob("**/versions/*/part-00000.safetensors")
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    version = commit()
+    await until(lambda: version in running.worker.replica.figures.failed)
+    assert (running.worker.replica.version, running.worker._engine.version) == (0, 0)
+    await until(lambda: running.worker.replica.states.state == "serving")
+
+
 async def test_a_replica_goes_back_after_a_fork(world: World, start: Start) -> None:
     world.seed()
     await start()

@@ -130,7 +130,8 @@ class World:
             "run": self.run, "lane": lane, "group": group, "sample": sample, "group_size": 4,
             "prompt": pack_tokens([3, 1, 4, 1, 5, 9, 2, 6][: 3 + sample % 5]), "prompt_ref": PromptRef("s", 0, group),
             "cursor": Cursor(0, group), "sampling": SamplingParams(max_tokens=8, stop_token_ids=(11,)),
-            "seed": 100 * group + sample, "not_before_depth": 0, "exact_version": version, "admitted_at": time.time(), "deadline": time.time() + 600,
+            "seed": 100 * group + sample, "not_before_depth": 0, "exact_version": version,
+            "admitted_at": time.time(), "deadline": time.time() + 600,
             "reference": {"answer": "42"},
         }  # fmt: skip
         task = Task(**(defaults | fields))
