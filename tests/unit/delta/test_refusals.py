@@ -12,7 +12,7 @@ import pytest
 import xxhash
 import zstandard
 
-from towline.delta import frames, part
+from towline.delta import backend, frames, part
 from towline.delta.codec import allocate, apply, encode
 from towline.delta.state import RawTensor, TensorSpec, copy_state, layout_of, tensor_digests
 from towline.errors import CorruptError, UsageError
@@ -241,3 +241,20 @@ def test_parts_of_different_deltas_do_not_mix() -> None:
     with pytest.raises(CorruptError, match="aren't of one delta"):
         applied(allocate(layout_of(a | b)), mixed)
     assert same(applied(a | b, parts_of(a, a) + parts_of(b, b)), a | b)
+
+
+@pytest.mark.parametrize("name", ["numpy", "numba"])
+def test_places_that_no_element_of_their_class_has_are_refused(name: str) -> None:
+    if name == "numba":
+        pytest.importorskip("numba")
+    rng = np.random.default_rng(13)
+    old = rng.integers(0x3C00, 0x3E00, 20_000).astype("<u2")
+    for share in (0.001, 0.05, 0.5):
+        new = old + (rng.random(old.size) < share).astype("<u2")
+        tools = backend.backend(name)
+        _, streams = tools.encode("class", [old.view(np.uint8)], [new.view(np.uint8)], 2, True, lambda *_: None)
+        good, other = old.copy(), np.full(old.size, 0x0080, "<u2")
+        tools.decode("class", [good.view(np.uint8)], streams, 2, True, lambda *_: None)
+        assert (good == new).all()
+        with pytest.raises(CorruptError, match="places don't fit"):
+            tools.decode("class", [other.view(np.uint8)], streams, 2, True, lambda *_: None)
