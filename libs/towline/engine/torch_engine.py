@@ -62,6 +62,8 @@ class TorchEngine:
         self._aborts: list[Sequence] = []
         self._commands: deque[Callable[[], None]] = deque()
         self._ending = False
+        self._left = False
+        """The step thread takes nothing any more."""
         # The step thread's alone.
         self._waiting: deque[Sequence] = deque()
         self._draining: Callable[[], None] | None = None
@@ -145,11 +147,14 @@ class TorchEngine:
     # The event loop's side
 
     def _send(self) -> None:
-        if self._outbox:
-            with self._wake:
-                self._arrived.extend(self._outbox)
+        sent, self._outbox = self._outbox, []
+        with self._wake:
+            if not self._left:
+                self._arrived.extend(sent)
                 self._wake.notify()
-            self._outbox.clear()
+                return
+        failure = self._failure or EngineError("the torch engine isn't running; start one", code="engine_stopped")
+        _settle([(sequence.ticket, failure) for sequence in sent])
 
     async def _between_steps(self, work: Callable[[], T], *, drain: bool = False) -> T:
         """Run `work` on the step thread between two steps; with `drain` once nothing runs, and nothing starts before it."""
@@ -276,6 +281,7 @@ class TorchEngine:
         batch = self._batch
         assert batch is not None
         with self._wake:
+            self._left = True
             self._waiting.extend(self._arrived)
             self._arrived.clear()
         if self._failure is None:
