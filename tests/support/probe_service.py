@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Mapping
 
@@ -55,4 +54,4 @@ class Probe(Service):
 
 
 if __name__ == "__main__":
-    sys.exit(service_main(Probe))
+    service_main(Probe)

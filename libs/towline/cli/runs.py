@@ -109,13 +109,14 @@ def audit(target: Target, as_json: Json = False) -> None:
 def serve(
     service: Annotated[str, typer.Argument(metavar="SERVICE", help=", ".join(SERVICES))],
     config: Annotated[Path, typer.Option("--config", help="The run's TOML file.")],
-    replica: Annotated[str, typer.Option(help="Tells replicas of one service apart.")] = "0",
+    replica: Annotated[str | None, typer.Option(help="Its name among its kind; the host's where it's left out.")] = None,
 ) -> None:
     """Run one service in this process, as it is deployed: python -m towline.SERVICE."""
     name = service.replace("-", "_")
     if name not in SERVICES:
         raise UsageError(f"service {service!r}: use one of {', '.join(SERVICES)}", code="service_name")
-    os.execv(sys.executable, [sys.executable, "-m", f"towline.{name}", "--config", str(config), "--replica", replica])
+    named = [] if replica is None else ["--replica", replica]
+    os.execv(sys.executable, [sys.executable, "-m", f"towline.{name}", "--config", str(config), *named])
 
 
 @app.command("list")

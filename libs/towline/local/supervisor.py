@@ -1,7 +1,8 @@
 """Keeps a run's processes alive: restarts what dies, up to a limit, and stops everything in order within a bound.
 
-A service that exits 0 is done, one that exits 2 has a configuration that no restart can mend, and one that keeps dying is
-given up: the last two end the run with a reason. Exit 75 (fenced; comes back as standby) is restarted without being counted.
+A service that exits 0 at the run's end is done (before it, somebody else stopped it: it is started again), one that exits 2
+has a configuration that no restart can mend, and one that keeps dying is given up: the last two end the run with a reason.
+Exits 0 and 75 (fenced; comes back as standby) aren't counted as deaths.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ FAILURE_WINDOW_SECONDS = 180.0
 SERVER_POLL_SECONDS = 0.5
 STAGE_SECONDS = 2.0
 """What the services of one kind get to drain before those of the next kind are told to stop as well."""
-SERVICES_SECONDS = 6.5
+SERVICES_SECONDS = 5.5
 """After so long, whatever still runs is killed."""
 SERVERS_SECONDS = 2.5
+END_GRACE_SECONDS = 5.0
 FENCED = 75
 STAYS = "buffer"
 
@@ -57,6 +59,8 @@ class Supervisor:
         self.restarts: Counter[str] = Counter()
         self.pids: set[int] = set()
         """Of every process that was started here, dead ones too."""
+        self.run_ended = asyncio.Event()
+        """To be set when the run has ended."""
         self.failure: TowlineError | None = None
         self._directory = directory
         self._processes = Processes(directory)
@@ -120,7 +124,7 @@ class Supervisor:
             code = await self._run_once(child)
             if self._is_stopping():
                 return None
-            if code == 0:
+            if code == 0 and await self._has_ended():
                 child.done = True
                 self._changed.set()
                 return None
@@ -129,7 +133,7 @@ class Supervisor:
             now = time.monotonic()
             if now - started > CALM_SECONDS:
                 delay = FIRST_DELAY_SECONDS
-            if code != FENCED:
+            if code not in (0, FENCED):
                 child.deaths.append(now)
                 while child.deaths and child.deaths[0] < now - FAILURE_WINDOW_SECONDS:
                     child.deaths.popleft()
@@ -142,6 +146,12 @@ class Supervisor:
             await asyncio.sleep(delay)
             delay = min(2 * delay, LONGEST_DELAY_SECONDS)
         return None
+
+    async def _has_ended(self) -> bool:
+        """Whether the run has; a service may know it a moment earlier than whoever sets `run_ended`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.run_ended.wait(), END_GRACE_SECONDS)
+        return self.run_ended.is_set()
 
     async def _run_once(self, child: _Child) -> int:
         path = self._directory.log_path(child.spec.process)

@@ -169,6 +169,7 @@ class Up:
                     clock.save()
                     finished = progress.finished
                     await asyncio.wait([done], timeout=POLL_SECONDS)
+                supervisor.run_ended.set()
                 until = time.monotonic() + FINISH_SECONDS
                 while not done.done() and time.monotonic() < until:
                     await asyncio.wait([done], timeout=POLL_SECONDS)

@@ -70,13 +70,16 @@ class Service(ABC):
         return {}
 
 
-def service_main(cls: type[Service], arguments: Sequence[str] | None = None) -> int:
-    """`python -m towline.NAME --config run.toml [--replica ID]`: the exit code."""
+def service_main(cls: type[Service], arguments: Sequence[str] | None = None) -> NoReturn:
+    """`python -m towline.NAME --config run.toml [--replica ID]`: ends the process with the service's exit code.
+
+    At once: taking torch's or numba's modules apart one by one may need seconds, which whoever drains a service hasn't got.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m towline.{cls.name}", description=cls.__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the run's TOML file")
     parser.add_argument("--replica", help="this process's name among its kind; the host's name where it's left out")
     given = parser.parse_args(arguments)
-    return run_service(cls, given.config, given.replica)
+    _exit_now(run_service(cls, given.config, given.replica))
 
 
 def run_service(cls: type[Service], config_path: Path, replica_id: str | None = None) -> int:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
 from towline.buffer.service import BufferService
 from towline.runtime.service import service_main
 
 if __name__ == "__main__":
-    sys.exit(service_main(BufferService))
+    service_main(BufferService)

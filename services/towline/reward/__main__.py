@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
-from pathlib import Path
-
 from towline.reward.service import RewardService
-from towline.runtime.service import run_service
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="towline.reward", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--replica", default="0")
-    arguments = parser.parse_args()
-    return run_service(RewardService, arguments.config, arguments.replica)
-
+from towline.runtime.service import service_main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    service_main(RewardService)

@@ -49,6 +49,7 @@ async def test_a_killed_service_is_started_again_and_a_finished_one_isnt(directo
     events = []
     specs = [spec(directory, "trainer", SLEEP), spec(directory, "reward", "pass")]
     supervisor = Supervisor(directory, specs, [], events.append)
+    supervisor.run_ended.set()
     supervisor.start()
     await until(lambda: "trainer" in Processes(directory).alive())
     first = Processes(directory).alive()["trainer"]
@@ -63,8 +64,19 @@ async def test_a_killed_service_is_started_again_and_a_finished_one_isnt(directo
 async def test_when_all_are_done_the_run_is_done(directory):
     supervisor = Supervisor(directory, [spec(directory, "reward", "pass"), spec(directory, "buffer", SLEEP)], [], print)
     supervisor.start()
+    supervisor.run_ended.set()
     await asyncio.wait_for(supervisor.wait_done(), 10)
     assert supervisor.restarts.total() == 0
+    await supervisor.stop_services()
+
+
+async def test_one_that_somebody_else_stopped_before_the_end_is_started_again(directory, monkeypatch):
+    monkeypatch.setattr("towline.local.supervisor.END_GRACE_SECONDS", 0.1)
+    supervisor = Supervisor(directory, [spec(directory, "reward", "pass")], [], lambda _: None)
+    supervisor.start()
+    await until(lambda: supervisor.restarts["reward"] == 1)
+    supervisor.run_ended.set()
+    await asyncio.wait_for(supervisor.wait_done(), 10)
     await supervisor.stop_services()
 
 

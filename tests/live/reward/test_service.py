@@ -50,7 +50,7 @@ def config(tmp_path, bus_settings, file_store_settings, run_name):
 
 async def start(config: Path, **environment: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "towline.reward", "--config", str(config), env={**os.environ, **environment},
+        sys.executable, "-m", "towline.reward", "--config", str(config), "--replica", "0", env={**os.environ, **environment},
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
 
