@@ -125,6 +125,13 @@ def has_anchor(objects: ObjectStore, run: str, version: int) -> bool:
     return objects.stat(keys.anchor_record(run, version)) is not None
 
 
+def anchored(objects: ObjectStore, run: str) -> list[int]:
+    """The versions that have an anchor, as the store lists them: slower than the hint, and complete."""
+    prefix = keys.anchors_folder(run)
+    names = [info.key.removeprefix(prefix).removesuffix(".json") for info in objects.list(prefix)]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
 def load_anchor(objects: ObjectStore, record: AnchorRecord) -> ModelState:
     """The anchor's state, in memory of its own and writable; `CorruptError` names the file or the tensor that is wrong."""
     state: ModelState = {}

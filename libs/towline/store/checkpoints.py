@@ -66,15 +66,25 @@ def exists(objects: ObjectStore, run: str, name: str) -> bool:
 
 def load(objects: ObjectStore, run: str, name: str) -> tuple[dict[str, bytes], CheckpointMeta]:
     """(file name -> bytes, meta), verified; `MissingError` or `CorruptError` names the file."""
+    manifest = _read_manifest(objects, run, name)
     folder = keys.checkpoint_folder(run, name)
-    key = keys.manifest(folder)
+    return {file.name: data for file, data in fetch_all(objects, folder, manifest.files)}, manifest.meta
+
+
+def read_meta(objects: ObjectStore, run: str, name: str) -> CheckpointMeta:
+    """Where its trainer stood, without its files; `MissingError` or `CorruptError`."""
+    return _read_manifest(objects, run, name).meta
+
+
+def _read_manifest(objects: ObjectStore, run: str, name: str) -> _Manifest:
+    key = keys.manifest(keys.checkpoint_folder(run, name))
     try:
         manifest = _decoder.decode(objects.get(key))
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
         raise CorruptError(f"{objects.url}: {key} can't be read: {error}", code="checkpoint") from error
     if manifest.schema != SCHEMA or manifest.checkpoint != name:
         raise CorruptError(f"{objects.url}: {key} says schema {manifest.schema}, {manifest.checkpoint!r}", code="checkpoint")
-    return {file.name: data for file, data in fetch_all(objects, folder, manifest.files)}, manifest.meta
+    return manifest
 
 
 def newest_on(log: Log) -> list[tuple[int, str]]:

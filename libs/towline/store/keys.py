@@ -8,6 +8,7 @@ import uuid
 from towline.bus.topology import Topology
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
+_VERSION_FOLDER = re.compile(r"(\d{8,})-(\d{8,})-([A-Za-z0-9][A-Za-z0-9_-]{0,99})")
 
 
 def is_name(text: str) -> bool:
@@ -53,6 +54,64 @@ def anchor_record(run: str, version: int) -> str:
 
 def checkpoint_folder(run: str, checkpoint: str) -> str:
     return f"{_run(run)}/checkpoints/{checkpoint}"
+
+
+def log_folder(run: str) -> str:
+    return f"{_run(run)}/log/"
+
+
+def versions_folder(run: str) -> str:
+    """Every staged version's folder lies here, as in the three that follow everything of their kind does."""
+    return f"{_run(run)}/versions/"
+
+
+def anchors_folder(run: str) -> str:
+    return f"{_run(run)}/anchors/"
+
+
+def checkpoints_folder(run: str) -> str:
+    return f"{_run(run)}/checkpoints/"
+
+
+def tombstones_folder(run: str) -> str:
+    return f"{_run(run)}/tombstones/"
+
+
+def pins_folder(run: str) -> str:
+    return f"{_run(run)}/pins/"
+
+
+def holds_folder(run: str) -> str:
+    return f"{_run(run)}/holds/"
+
+
+def tombstone(run: str, folder: str) -> str:
+    """Says when the folder (of a version, an anchor or a checkpoint) was given up."""
+    return f"{tombstones_folder(run)}{relative(run, folder)}.json"
+
+
+def pin(run: str, version: int, name: str) -> str:
+    return f"{pins_folder(run)}{version:08d}-{name}.json"
+
+
+def hold(run: str, reader: str) -> str:
+    return f"{holds_folder(run)}{reader}.json"
+
+
+def clock(run: str) -> str:
+    """Written by whoever asks for the store's time."""
+    return f"{_run(run)}/clock"
+
+
+def relative(run: str, key: str) -> str:
+    """The key without the run before it."""
+    return key.removeprefix(f"{_run(run)}/")
+
+
+def parse_version_folder(folder: str) -> tuple[int, int, str] | None:
+    """(epoch, base, WRITE_ID) of a staged version's folder; None for a name that isn't one's."""
+    found = _VERSION_FOLDER.fullmatch(folder.rpartition("/")[2])
+    return (int(found[1]), int(found[2]), found[3]) if found else None
 
 
 def blob(run: str, digest: bytes) -> str:

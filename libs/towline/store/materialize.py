@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +10,8 @@ from towline.contract.entries import BaseEntry, VersionEntry
 from towline.delta.codec import allocate, apply
 from towline.delta.state import ModelState, copy_state, layout_digest, layout_of, model_digest, tensor_digests
 from towline.errors import CorruptError, MissingError
-from towline.store.anchors import AnchorRecord, load_anchor, read_anchor
+from towline.store import keys
+from towline.store.anchors import AnchorRecord, anchored, load_anchor, read_anchor
 from towline.store.log import Log
 from towline.store.manifest import Manifest, read_manifest
 from towline.store.objects import ObjectStore
@@ -45,33 +46,55 @@ def materialize(
     have: a version and its state, to start from where that is cheapest. It is only read, unless `in_place`: then it may be
         changed and returned, and after an error it is to be thrown away.
 
-    Starts from another copy where one is gone or bad. `MissingError` where a part isn't here (yet), `CorruptError` that names
-    the part or the tensor where the bytes are wrong.
+    Starts from another copy where one is gone or bad; where none of those that the hint names leads there, looks for others
+    in the store. `MissingError` where a part isn't here (yet) or, code `version_gone`, was given up for good; `CorruptError` that
+    names the part or the tensor where the bytes are wrong.
     """
     if have is not None and have[0] == version:
         _verify(log, version, tensor_digests(have[1]), layout_digest(layout_of(have[1])))
         return have[1]
     failure: CorruptError | MissingError | None = None
-    for start in plan(objects, log, version, have[0] if have else None):
-        try:
-            if start.kind == "own" and have is not None:
-                state = have[1] if in_place else copy_state(have[1])
-            else:
-                state = load_anchor(objects, start.anchor) if start.anchor else {}
-            return _follow(objects, log, version, start.chain, state, threads)
-        except (CorruptError, MissingError) as error:
-            failure = failure or error
-    raise failure or MissingError(f"run {log.run}: version {version} has no copy to start from", code="no_chain")
+    tried: list[Start] = []
+    for everywhere in (False, True):  # what was there when the first plan was made may have been collected since
+        for start in plan(objects, log, version, have[0] if have else None, everywhere=everywhere):
+            if start in tried:
+                continue
+            tried.append(start)
+            try:
+                if start.kind == "own" and have is not None:
+                    state = have[1] if in_place else copy_state(have[1])
+                else:
+                    state = load_anchor(objects, start.anchor) if start.anchor else {}
+                return _follow(objects, log, version, start.chain, state, threads)
+            except (CorruptError, MissingError) as error:
+                failure = failure or error
+    if isinstance(failure, CorruptError):
+        raise failure
+    raise (
+        _gone(objects, log, version)
+        or failure
+        or MissingError(f"run {log.run}: version {version} has no copy to start from", code="no_chain")
+    )
 
 
-def plan(objects: ObjectStore, log: Log, version: int, have: int | None = None) -> list[Start]:
-    """The ways to get at `version`, the cheapest first. Reads the records of the anchors that the hint names."""
+def _gone(objects: ObjectStore, log: Log, version: int) -> MissingError | None:
+    entry = log.entry(version)
+    if not isinstance(entry, VersionEntry) or objects.stat(keys.tombstone(log.run, entry.folder)) is None:
+        return None
+    return MissingError(
+        f"run {log.run}: version {version} was given up by retention and is gone; pin what must stay", code="version_gone"
+    )
+
+
+def plan(objects: ObjectStore, log: Log, version: int, have: int | None = None, *, everywhere: bool = False) -> list[Start]:
+    """The ways to get at `version`, the cheapest first. Reads the records of the anchors that the hint names, or of all that
+    the store lists."""
     ancestors = [0, *log.lineage.chain(version, 0)]
     starts: list[Start] = []
     if have in ancestors:
         starts.append(_start(log, "own", None, ancestors[ancestors.index(have) + 1 :]))
-    hint = log.read_hint()
-    for number in sorted({0, *(hint.anchors if hint else ())} & set(ancestors)):
+    known: Iterable[int] = anchored(objects, log.run) if everywhere else (hint.anchors if (hint := log.read_hint()) else ())
+    for number in sorted({0, *known} & set(ancestors)):
         try:
             record = read_anchor(objects, log.run, number)
         except (MissingError, CorruptError):

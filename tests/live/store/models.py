@@ -116,8 +116,11 @@ class Run:
         assert epoch is not None
         head = self.log.lineage.epoch_head(epoch)
         chosen = stepped(self.states[head], self.log.next_number) if state is None else state
-        number = self.log.append(entry_of(self.stage(chosen, full=full))).number
-        self.states[number] = chosen
+        return self.commit_staged(self.stage(chosen, full=full), chosen)
+
+    def commit_staged(self, manifest: Manifest, state: ModelState) -> int:
+        number = self.log.append(entry_of(manifest)).number
+        self.states[number] = state
         return number
 
     def fork(self, base: int) -> int:
