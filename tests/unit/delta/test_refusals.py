@@ -248,8 +248,8 @@ def test_places_that_no_element_of_their_class_has_are_refused(name: str) -> Non
     if name == "numba":
         pytest.importorskip("numba")
     rng = np.random.default_rng(13)
-    old = rng.integers(0x3C00, 0x3E00, 20_000).astype("<u2")
-    for share in (0.001, 0.05, 0.5):
+    old = rng.integers(0x3C00, 0x3E00, 400_000).astype("<u2")
+    for share in (0.004, 0.05, 0.5):
         new = old + (rng.random(old.size) < share).astype("<u2")
         tools = backend.backend(name)
         _, streams = tools.encode("class", [old.view(np.uint8)], [new.view(np.uint8)], 2, True, lambda *_: None)
