@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -59,7 +60,8 @@ async def run_trainer(
         return
     tell("opening")
     opened_at = await _control_end(bus, log)
-    opening = await asyncio.to_thread(_open, settings, objects, log, _scratch(settings, replica))
+    scratch = _scratch(settings, replica)
+    opening = await asyncio.to_thread(_open, settings, objects, log, scratch)
     entry = opening.entry
     figures.depth, figures.epoch, figures.step = entry.depth, entry.number, opening.learner.step
     log_line.info("opened", epoch=entry.number, base=entry.base, depth=entry.depth, checkpoint=entry.checkpoint)
@@ -69,6 +71,8 @@ async def run_trainer(
         log_line.warning("opened can't be told", reason=error.message)
     tell(None)
     await _training(settings, bus, objects, log, opening, advantage, opened_at, figures, draining, tell).run()
+    if not draining.is_set():
+        await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
 
 
 def _training(

@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import sys
+import tempfile
 from multiprocessing.context import ForkServerProcess
 
 from towline.bus.client import Bus
@@ -24,12 +25,13 @@ _context.set_forkserver_preload(
 
 def start(settings: Settings, fault: str | None = None) -> ForkServerProcess:
     """A running trainer; `fault` as in `TOWLINE_FAULT`. Its exit code is the trainer's, -9 where it was killed."""
-    process = _context.Process(target=_main, args=(settings, fault), daemon=True)
+    process = _context.Process(target=_main, args=(settings, fault, tempfile.gettempdir()), daemon=True)
     process.start()
     return process
 
 
-def _main(settings: Settings, fault: str | None) -> None:
+def _main(settings: Settings, fault: str | None, scratch: str) -> None:
+    tempfile.tempdir = scratch
     if fault is not None:
         os.environ[faults.VARIABLE] = fault
     try:

@@ -138,7 +138,8 @@ class FakeBuffer:
     """Depth -> the version that the rows name; by default the newest."""
     last_depth: int | None = None
     """Batches stop there, and the run ends for want of data."""
-    ends: bool = True
+    hold_at: int | None = None
+    """No batch for that depth or above while it's set."""
     batches: list[BatchRecord] = field(default_factory=list)
     _group: int = 0
 
@@ -169,15 +170,14 @@ class FakeBuffer:
             if epoch >= 0:
                 depth = lineage.depth(lineage.latest)
                 limit = min(self.settings.run.steps, depth + 1 + self.settings.buffer.max_staleness)
-                if self.last_depth is not None:
-                    limit = min(limit, self.last_depth)
+                limit = min([limit, *(bound for bound in (self.last_depth, self.hold_at) if bound is not None)])
                 while next_depth < limit:
                     record = await self._batch(pen, epoch, next_depth)
                     await pen.append([(topology.control("batch"), encode(record))])
                     self.batches.append(record)
                     next_depth += 1
                 wanted = self.settings.run.steps if self.last_depth is None else self.last_depth
-                if self.ends and depth >= wanted > last_end:
+                if depth >= wanted > last_end:
                     reason = "steps" if self.last_depth is None else "end_of_data"
                     await pen.append(
                         [(topology.control("end"), encode(EndRecord(writer=pen.stamp(), reason=reason, depth=depth)))]

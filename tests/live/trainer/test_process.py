@@ -57,7 +57,13 @@ async def test_it_drains_hands_over_and_ends_with_the_run(make_settings: Make, m
     settings = make_settings(run={"steps": 24}, buffer={"max_staleness": 1}, trainer={"checkpoint_every": 10})
     config = write_toml(tmp_path / "run.toml", settings)
     async with on_stage(settings, publisher=False) as stage, process("publisher", config), process("trainer", config) as first:
-        await until(lambda: len(stage.versions()) >= 3, 60)
+        stage.buffer.hold_at = 4
+
+        def depth() -> int:
+            versions = stage.versions()
+            return versions[-1].depth if versions else 0
+
+        await until(lambda: depth() == 4, 60)
         found = await status(stage)
         async with httpx.AsyncClient(timeout=10) as client:
             answer = await client.get(f"http://127.0.0.1:{found['port']}/readyz")
@@ -68,13 +74,14 @@ async def test_it_drains_hands_over_and_ends_with_the_run(make_settings: Make, m
                 return str((await status(stage, "1"))["reason"]).startswith("standby")
 
             await until(on_standby, 60)
-            drained_at = len(stage.versions())
+            stage.buffer.hold_at = 10
+            await until(lambda: depth() > 4, 60)
             first.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(first.wait(), settings.service.drain_seconds + 2) == 0
-            assert await asyncio.wait_for(second.wait(), 40) == 0
+            stage.buffer.hold_at = None
+            assert await asyncio.wait_for(second.wait(), 60) == 0
             figures = (await status(stage, "1"))["figures"]
         versions = stage.versions()
-    assert drained_at < len(versions)
     assert versions[-1].depth == 24
     assert versions[-1].model_digest == expected_digest(settings, model_folder, tmp_path, 24)
     opened = [entry for entry in stage.log.entries() if isinstance(entry, OpenEntry)]

@@ -173,23 +173,28 @@ async def test_a_quarantined_head_sends_the_trainer_back_to_a_good_checkpoint(ma
         assert bad.number not in stage.log.lineage.path()
 
 
-async def test_a_drained_trainer_leaves_a_checkpoint_that_the_next_goes_on_from(
-    make_settings: Make, model_folder: Path, tmp_path: Path
+async def test_a_trainer_drained_in_a_step_commits_it_with_a_checkpoint_and_the_next_goes_on(
+    make_settings: Make, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = make_settings(run={"steps": 6}, trainer={"checkpoint_every": 100})
     async with on_stage(settings) as stage:
-        training = asyncio.create_task(stage.train())
-        await until(lambda: len(stage.versions()) >= 2)
-        stage.draining.set()
-        await training
+        begun: list[str] = []
+
+        def drain_in_the_third_step(name: str) -> None:
+            begun.extend([name] if name == "trainer.batch" else [])
+            if len(begun) == 3:
+                stage.draining.set()
+
+        with monkeypatch.context() as patch:
+            patch.setattr("towline.runtime.faults.point", drain_in_the_third_step)
+            await stage.train()
         drained = stage.versions()
+        assert [entry.depth for entry in drained] == [1, 2, 3]
+        assert [entry.checkpoint is not None for entry in drained] == [False, False, True]
         stage.draining.clear()
-        if drained[-1].checkpoint is not None:  # it was caught in a step; else nothing was left to stage
-            await stage.train()
-            opened = [entry for entry in stage.log.entries() if isinstance(entry, OpenEntry)]
-            assert opened[-1].base == drained[-1].number
-        else:
-            await stage.train()
+        await stage.train()
+        opened = [entry for entry in stage.log.entries() if isinstance(entry, OpenEntry)]
+        assert [entry.base for entry in opened] == [0, drained[-1].number]
         assert stage.versions()[-1].model_digest == expected_digest(settings, model_folder, tmp_path, 6)
 
 
