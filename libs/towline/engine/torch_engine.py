@@ -27,6 +27,8 @@ from towline.errors import EngineError, TowlineError, UsageError
 T = TypeVar("T")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _STOP_SECONDS = 30.0
+_loading = threading.Lock()
+"""transformers changes the process's defaults while it loads a model: two at a time leave each other's weights unset."""
 
 
 class TorchEngine:
@@ -188,9 +190,10 @@ class TorchEngine:
         layout = folder_layout(folder)
         disable_progress_bar()
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=self._dtype, attn_implementation="sdpa", local_files_only=True
-            )
+            with _loading:
+                model = AutoModelForCausalLM.from_pretrained(
+                    folder, dtype=self._dtype, attn_implementation="sdpa", local_files_only=True
+                )
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UsageError(f"{folder}: transformers can't load it as a causal LM: {reason}", code="model_load") from error
