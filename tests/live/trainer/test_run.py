@@ -10,7 +10,7 @@ import pytest
 
 from live.trainer.harness import expected_digest, on_stage
 from support.waiting import until
-from towline.bus.topology import TRAJECTORY
+from towline.bus.topology import CONTROL, TRAJECTORY
 from towline.config import Settings, StoreSettings
 from towline.contract.control import BatchRow
 from towline.contract.entries import OpenEntry, QuarantineEntry, VersionEntry
@@ -19,6 +19,7 @@ from towline.learner.export import convert_folder
 from towline.learner.torch_backend import TorchLearner
 from towline.store import keys
 from towline.store.keys import new_write_id
+from towline.store.log import Log
 from towline.trainer import staging
 
 Make = Callable[..., Settings]
@@ -38,6 +39,8 @@ async def test_a_sync_run_commits_each_batch_and_ends(
         assert all(entry.representation == "delta" and 0 < entry.density <= 1 for entry in versions)
         assert versions[-1].model_digest == expected_digest(settings, model_folder, tmp_path, 4)
         assert [record.for_depth for record in stage.buffer.batches] == [0, 1, 2, 3]
+        control = [message async for message in stage.bus.read(CONTROL, follow=False) if message.subject.endswith(".batch")]
+        assert [entry.batch_cursor for entry in versions] == [message.sequence for message in control]
         assert stage.figures.depth == 4
         assert stage.figures.versions == 4
         assert stage.figures.wire_bytes == sum(entry.wire_bytes for entry in versions)
@@ -138,18 +141,39 @@ async def test_a_newer_open_fences(make_settings: Make) -> None:
         stage.publisher.delay_seconds = 0.5
         training = asyncio.create_task(stage.train())
         await until(lambda: bool(stage.publisher.seen))
-        other = stage.log
-
-        def build(log: object) -> OpenEntry:
-            return OpenEntry(
-                number=other.next_number, prev=other.head_digest, write_id=new_write_id(), at=0.0, base=0,
-                base_digest=other.digest(0), depth=0, batch_cursor=0, checkpoint=None,
-            )  # fmt: skip
-
-        await asyncio.to_thread(other.append, build)
+        await asyncio.to_thread(stage.log.append, lambda log: opened_on(log, 0))
         with pytest.raises(FencedError):
             await training
         assert stage.versions() == []
+
+
+async def test_an_open_that_is_overtaken_decides_anew(make_settings: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = make_settings(run={"steps": 2})
+    chosen: list[int] = []
+
+    def overtake(log: Log, base: int, state: object) -> None:
+        chosen.append(base)
+        if len(chosen) == 1:
+            other = Log(stage.objects, settings.run.name)
+            other.refresh()
+            other.append(lambda log: opened_on(log, 0))
+
+    monkeypatch.setattr("towline.trainer.opening._check_weights", overtake)
+    async with on_stage(settings) as stage:
+        await stage.train()
+        stage.log.refresh()
+        opened = [entry.number for entry in stage.log.entries() if isinstance(entry, OpenEntry)]
+        assert opened == [1, 2]
+        assert chosen == [0, 0]
+        assert [entry.epoch for entry in stage.versions()] == [2, 2]
+
+
+def opened_on(log: Log, base: int) -> OpenEntry:
+    """Another trainer's `open`."""
+    return OpenEntry(
+        number=log.next_number, prev=log.head_digest, write_id=new_write_id(), at=0.0, base=base, base_digest=log.digest(base),
+        depth=log.lineage.depth(base), batch_cursor=0, checkpoint=None,
+    )  # fmt: skip
 
 
 async def test_a_quarantined_head_sends_the_trainer_back_to_a_good_checkpoint(make_settings: Make) -> None:
