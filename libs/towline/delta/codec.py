@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from towline.delta.applier import ApplyReport, apply_parts
+from towline.delta.backend import backend as choose_backend
 from towline.delta.checksum import SIZES, XXH3_128, hasher
 from towline.delta.encoder import MAX_PART_BYTES, MODES, EncodedPart, EncodeReport, parts_of
 from towline.delta.folding import fold_parts
@@ -131,6 +132,11 @@ def fold(deltas: Sequence[Iterable[Source]], *, max_part_bytes: int = MAX_PART_B
         raise UsageError("fold needs at least one delta", code="delta_fold_empty")
     report = EncodeReport()
     return Encoding(report, fold_parts(deltas, report, max_part_bytes))
+
+
+def warm_up() -> str:
+    """Load the compiled kernels (compile them, where no cache holds them yet): for a service's start. The backend's name."""
+    return choose_backend().name
 
 
 def allocate(layout: Iterable[TensorSpec]) -> ModelState:

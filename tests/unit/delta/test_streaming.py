@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from towline.delta import backend, work
+from towline.delta import backend, codec, work
 from towline.delta.codec import apply, encode
 from towline.delta.state import ModelState, RawTensor, copy_state, layout_of, tensor_digests
 from unit.delta.states import applied, parts_of, random_state, same, step, tensor
@@ -163,6 +163,10 @@ def test_without_numba_the_same_bytes_come_from_numpy() -> None:
     rng = np.random.default_rng(33)
     base = random_state(rng)
     assert out.stdout == b"".join(parts_of(base, step(rng, base)))
+
+
+def test_warming_up_says_which_backend_is_used() -> None:
+    assert codec.warm_up() == ("numba" if backend.find_spec("numba") else "numpy")
 
 
 @pytest.mark.skipif(not backend.find_spec("numba"), reason="no numba")
