@@ -150,7 +150,8 @@ class Supervisor:
     async def _has_ended(self) -> bool:
         """Whether the run has; a service may know it a moment earlier than whoever sets `run_ended`."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.run_ended.wait(), END_GRACE_SECONDS)
+            async with asyncio.timeout(END_GRACE_SECONDS):
+                await self.run_ended.wait()
         return self.run_ended.is_set()
 
     async def _run_once(self, child: _Child) -> int:

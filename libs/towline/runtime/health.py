@@ -68,13 +68,15 @@ class HealthServer:
 
     async def start(self) -> None:
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="health-server")
-        await asyncio.wait_for(self._server.listening.wait(), _START_SECONDS)
+        async with asyncio.timeout(_START_SECONDS):
+            await self._server.listening.wait()
 
     async def close(self) -> None:
         self._server.should_exit = True
         if self._serving is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._serving, _STOP_SECONDS)
+                async with asyncio.timeout(_STOP_SECONDS):
+                    await self._serving
         self._socket.close()
 
     def _refusal(self, request: Request) -> Response | None:

@@ -106,7 +106,8 @@ async def _to_the_end(cls: type[Service], settings: Settings, replica: str) -> i
     except BaseException as error:  # noqa: BLE001  it ends here, as one line and a code
         code = exit_code(error)
     try:
-        await asyncio.wait_for(asyncio.get_running_loop().shutdown_default_executor(), _THREADS_SECONDS)
+        async with asyncio.timeout(_THREADS_SECONDS):
+            await asyncio.get_running_loop().shutdown_default_executor()
     except TimeoutError:
         _exit_now(code)  # a thread that is still at work would hold up the process's end
     return code
@@ -192,6 +193,9 @@ class _Life:
         finally:
             service.health.not_ready("stopped")
             await _cancelled(telling)
+            with contextlib.suppress(UnavailableError, TimeoutError):
+                async with asyncio.timeout(_CANCEL_SECONDS):
+                    await _tell_once(service, server.port)  # the last figures are what a summary adds up
             await server.close()
             _log.info("stopped")
 
@@ -273,22 +277,24 @@ def _exit_now(code: int) -> NoReturn:
 
 async def _tell(service: Service, port: int) -> None:
     """Write the status entry every second; while the bus is away the last one expires."""
-    bucket = service.bus.kv(STATUS)
-    key = f"{service.name}.{service.replica}"
     while True:
-        status = {
-            "service": service.name,
-            "replica": service.replica,
-            "pid": os.getpid(),
-            "port": port,
-            "ready": service.health.is_ready,
-            "reason": service.health.reason,
-            "at": time.time(),
-            "figures": dict(service.figures()),
-        }
         with contextlib.suppress(UnavailableError):
-            await bucket.put(key, msgspec.json.encode(status))
+            await _tell_once(service, port)
         await asyncio.sleep(STATUS_SECONDS)
+
+
+async def _tell_once(service: Service, port: int) -> None:
+    status = {
+        "service": service.name,
+        "replica": service.replica,
+        "pid": os.getpid(),
+        "port": port,
+        "ready": service.health.is_ready,
+        "reason": service.health.reason,
+        "at": time.time(),
+        "figures": dict(service.figures()),
+    }
+    await service.bus.kv(STATUS).put(f"{service.name}.{service.replica}", msgspec.json.encode(status))
 
 
 async def _cancelled(*tasks: asyncio.Task[Any]) -> None:

@@ -97,7 +97,8 @@ class Leader:
                 self._wake.clear()
                 await self.tick()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), TICK_SECONDS)
+                    async with asyncio.timeout(TICK_SECONDS):
+                        await self._wake.wait()
         finally:
             for reader in readers:
                 reader.cancel()
@@ -158,7 +159,8 @@ class Leader:
             with contextlib.suppress(UnavailableError):  # asked again; meanwhile what stands is decided on what is known
                 await self._read_log()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._poll.wait(), LOG_POLL_SECONDS)
+                async with asyncio.timeout(LOG_POLL_SECONDS):
+                    await self._poll.wait()
             self._poll.clear()
 
     async def _hint_reader(self) -> NoReturn:

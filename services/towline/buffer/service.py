@@ -38,7 +38,8 @@ class BufferService(Service):
                 self.health.not_ready(f"unavailable: {error.message}")
                 self.log.warning("unavailable", code=error.code, reason=error.message)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.draining.wait(), RETRY_SECONDS)
+                    async with asyncio.timeout(RETRY_SECONDS):
+                        await self.draining.wait()
 
     def figures(self) -> Mapping[str, Any]:
         leader = self._leader

@@ -24,8 +24,8 @@ from towline.contract.policy import Committed, Refused, Staged, decode_policy
 from towline.errors import CorruptError, MalformedError, MissingError, TowlineError, UnavailableError
 from towline.publisher.anchoring import Anchorer
 from towline.publisher.core import PublisherCore
-from towline.publisher.run_end import run_has_ended
 from towline.runtime import faults
+from towline.runtime.run_end import run_has_ended
 from towline.store.objects import ObjectStore
 
 Tell = Callable[[str | None], None]
@@ -197,4 +197,5 @@ def _report_anchor(future: asyncio.Future[None]) -> None:
 
 async def _pause(draining: asyncio.Event, seconds: float) -> None:
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(draining.wait(), seconds)
+        async with asyncio.timeout(seconds):
+            await draining.wait()

@@ -84,7 +84,8 @@ class RewardService(Service):
                     self.log.info("run_ended", scored=self._scorer.counts.scored)
                     return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.draining.wait(), END_POLL_SECONDS)
+                async with asyncio.timeout(END_POLL_SECONDS):
+                    await self.draining.wait()
 
     async def _pull(self, consumer: Consumer) -> None:
         while True:
