@@ -21,11 +21,12 @@ from towline.local.run_directory import Processes, RunDirectory
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """`up`: whether `towline up` runs here; `bus`: its URL, or why it can't be asked. Without a bus there are no services."""
+    """`up`: whether `towline up` runs here; `bus`: its URL, None where the run was never started. Where no bus answers there is
+    no progress and there are no services."""
 
     run: str
     up: bool
-    bus: str
+    bus: str | None
     progress: Progress | None
     services: list[Status]
 
@@ -38,7 +39,7 @@ async def read_status(directory: RunDirectory, settings: Settings) -> RunStatus:
     up = UP in Processes(directory).alive()
     name = settings.run.name
     if not settings.bus.url:
-        return RunStatus(name, up, "never started", None, [])
+        return RunStatus(name, up, None, None, [])
     try:
         bus = await Bus.connect(
             settings.bus.model_copy(update={"connect_timeout_seconds": min(settings.bus.connect_timeout_seconds, 3.0)}),
@@ -46,10 +47,10 @@ async def read_status(directory: RunDirectory, settings: Settings) -> RunStatus:
             client_name=f"status-{name}",
             patience_seconds=3.0,
         )
-    except UnavailableError as error:
+    except UnavailableError:
         if up or directory.nats().pid is not None:
             raise
-        return RunStatus(name, up, f"stopped ({error.message})", None, [])
+        return RunStatus(name, up, settings.bus.url, None, [])
     try:
         services = decode_statuses(await bus.kv(STATUS).items())
     finally:
@@ -62,11 +63,13 @@ async def read_status(directory: RunDirectory, settings: Settings) -> RunStatus:
 
 def print_status(status: RunStatus) -> None:
     console = Console(highlight=False)
-    console.print(f"run {status.run}: {'up' if status.up else 'not up here'}, bus {status.bus}", markup=False, soft_wrap=True)
-    if status.progress is not None and status.services:
-        console.print(progress_line(status.progress), markup=False, soft_wrap=True)
     if not status.services:
+        state = "was never up" if status.bus is None else "is up, its services haven't spoken yet" if status.up else "is stopped"
+        console.print(f"run {status.run} {state}", markup=False, soft_wrap=True)
         return
+    console.print(f"run {status.run}: {'up' if status.up else 'not up here'}, bus {status.bus}", markup=False, soft_wrap=True)
+    if status.progress is not None:
+        console.print(progress_line(status.progress), markup=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for column in ("service", "replica", "ready", "pid", "port", "seen", "reason"):
         table.add_column(column)

@@ -34,6 +34,7 @@ from towline.local.run_directory import Processes, RunDirectory, write_private
 from towline.local.services import service_specs
 from towline.local.summary import Summary, read_control, summarise
 from towline.local.supervisor import Supervisor
+from towline.runtime.run_end import run_has_ended
 from towline.store.blobs import Blobs
 from towline.store.log import Log
 from towline.store.objects import ObjectStore, open_store
@@ -133,7 +134,12 @@ class Up:
                 self._say(f"model: {self._directory.model_note_path.read_text()}")
             settings = with_made_model(settings, self._directory)
             self._directory.save(settings, self._source)
-            book = await self._watch_services(settings, bus)
+            if await run_has_ended(bus, settings.run.steps):
+                self._say(f"run {name} has ended already: --steps goes on with it, --run NAME begins another")
+                book = FigureBook(self._directory.figures_path)
+            else:
+                self._directory.summary_path.unlink(missing_ok=True)
+                book = await self._watch_services(settings, bus)
             return await self._close(settings, bus, objects, book)
         finally:
             await bus.close()
