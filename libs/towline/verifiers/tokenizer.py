@@ -1,10 +1,11 @@
 """Text from token IDs, without torch: a model folder's tokenizer, read when it is first needed.
 
-`transformers` reads every kind of folder where it is installed; else `tokenizers` reads a tokenizer.json.
+A tokenizer.json is enough, and `tokenizers` reads it; `transformers` reads every other kind.
 """
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -48,27 +49,25 @@ class LazyTokenizer:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer; `UsageError` where it has none or nothing that reads it is installed."""
+    """The folder's tokenizer; `UsageError` where it has none or nothing that reads it is installed.
+
+    A tokenizer.json is read by `tokenizers` alone: importing transformers costs seconds and, where it is installed, torch.
+    """
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        with contextlib.suppress(ImportError):
+            from tokenizers import Tokenizer as Plain
+
+            return Plain.from_file(str(path))
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        return _plain(folder)
+        raise UsageError("a tokenizer is needed: pip install tokenizers, or 'towline[torch]'", code="tokenizer") from None
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UsageError(f"{folder}: no tokenizer can be read there: {first}", code="tokenizer") from error
-
-
-def _plain(folder: Path) -> Any:
-    try:
-        from tokenizers import Tokenizer as Plain
-    except ImportError:
-        raise UsageError("a tokenizer is needed: pip install 'towline[torch]', or tokenizers", code="tokenizer") from None
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise UsageError(f"{folder}: there is no tokenizer.json; save the model with its tokenizer", code="tokenizer")
-    return Plain.from_file(str(path))
 
 
 def stored_tokenizer(objects: ObjectStore, run: str) -> LazyTokenizer:

@@ -113,23 +113,101 @@ def test_a_run_is_interrupted_goes_on_and_ends_with_a_summary(tmp_path, director
     assert processes_of(directory) == []
 
 
-def test_two_runs_share_a_bus_and_a_bucket(tmp_path, bus_settings, s3_settings):
+MY_TASK = '''
+from towline.contract.task import PromptRef
+from towline.environment.base import Step
+from towline.environment.prompts import Prompt
+from towline.environment.single_turn import SingleTurn
+
+
+class Prompts:
+    """Text prompts, by the model's own tokenizer."""
+
+    def __init__(self, tokenizer, seed, first):
+        self.tokenizer, self.first = tokenizer, first
+
+    def __len__(self):
+        return 10
+
+    def get(self, epoch, position):
+        text = f"{self.first}{position}{epoch % 10}>"
+        return Prompt(tokens=self.tokenizer.encode(text), ref=PromptRef("mine", epoch, position), reference={"prompt": text})
+
+
+class Hinting(SingleTurn):
+    """Two turns: after the first the environment says a digit."""
+
+    turns = 0
+
+    def step(self, tokens, finish):
+        self.turns += 1
+        return Step(tokens=[4], done=False) if self.turns == 1 else Step(done=True)
+
+
+class Ranked:
+    """Scope group: the share of the group's samples that wrote fewer different digits."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __call__(self, group):
+        assert all(sample.prompt == sample.reference["prompt"] for sample in group), group[0].prompt
+        different = [len(set(sample.text)) for sample in group]
+        return [self.scale * sum(other < own for other in different) / len(group) for own in different]
+'''
+MINE = """
+[run]
+name = "mine"
+[model]
+factory = "sort_digits:build_model"
+arguments = { layers = 1, hidden = 32, warm_up_steps = 5 }
+[prompts]
+source = "my_task:Prompts"
+arguments = { first = 7 }
+environment = "my_task:Hinting"
+[sampling]
+max_tokens = 6
+[buffer]
+group_size = 4
+groups_per_batch = 4
+max_staleness = 0
+[eval]
+every = 0
+[rollout]
+slots = 16
+replicas = 2
+[reward]
+function = "my_task:Ranked"
+scope = "group"
+arguments = { scale = 2.0 }
+"""
+
+
+def test_two_runs_of_somebody_elses_code_share_a_bus_and_a_bucket(tmp_path, bus_settings, s3_settings):
+    (tmp_path / "my_task.py").write_text(MY_TASK)
+    (tmp_path / "mine.toml").write_text(MINE)
+    shutil.copytree(DEMO.parent / "sort_digits", tmp_path / "sort_digits", ignore=shutil.ignore_patterns("__pycache__"))
     settings = {
         "bus.url": bus_settings.url,
         "bus.budget_bytes": bus_settings.budget_bytes,
         "store.endpoint": s3_settings.endpoint,
         "store.access_key": s3_settings.access_key,
         "store.secret_key": s3_settings.secret_key.get_secret_value(),
-        "eval.every": 0,
     }
     shared = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     shared += ["--store", s3_settings.url, "--steps", "2", "--json"]
-    ups = {name: start_up(tmp_path, *shared, "--run", name) for name in ("one", "two")}
+    command = [sys.executable, "-m", "towline.cli.main", "up", "mine.toml", *shared, "--run"]
+    ups = {
+        name: subprocess.Popen([*command, name], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for name in ("one", "two")
+    }
     for name, up in ups.items():
         out, err = up.communicate(timeout=LIMIT_SECONDS)
         assert up.returncode == 0, out + err
         answer = json.loads(out)
         assert (answer["summary"]["run"], answer["summary"]["steps"], answer["audit"]["clean"]) == (name, 2, True)
+        assert answer["audit"]["staleness_max"] == 0
+        assert answer["summary"]["samples"]["trained"] == 2 * 4 * 4
         directory = RunDirectory(tmp_path / "runs" / name)
         assert not (directory.path / "nats").exists()
         assert processes_of(directory) == []
