@@ -37,6 +37,8 @@ from .models import same, stepped
 GRACE = 1000.0
 RULES = Rules(grace_seconds=GRACE)
 PICK = st.integers(0, 10_000)
+PLANS = st.lists(st.tuples(PICK, st.booleans(), st.booleans()), min_size=3, max_size=6)
+WAITS = st.sampled_from([0.0, GRACE / 2, GRACE + 5])
 
 
 class Died(Exception):
@@ -192,28 +194,28 @@ class StoreMachine(RuleBasedStateMachine):
         """(a store, a run name that nobody uses)."""
         raise NotImplementedError
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(plans=PLANS)
+    def begin(self, plans: list[tuple[int, bool, bool]]) -> None:
         real, run = self.open_objects()
         self.world, self.run = World(real), run
         self.model = Model()
         self.offers: list[Offer] = []
-        log = Log(self.world, run)
+        self.log = Log(self.world, run)
         base = tiny(1)
-        seed_base_state(self.world, log, base, {"config.json": b"{}"}, "test", None, None)
+        seed_base_state(self.world, self.log, base, {"config.json": b"{}"}, "test", None, None)
         self.model.versions[0] = Modelled(base, None, None)
         self.model.alive.add(0)
         self.publishers = [self._publisher() for _ in range(2)]
         self.model.entries = 1
         self.open(0)
+        self.train(plans)
 
     def _publisher(self) -> PublisherCore:
         return PublisherCore(self.world, self.run, PublisherSettings())
 
     def _log(self) -> Log:
-        log = Log(self.world, self.run)
-        log.refresh()
-        return log
+        self.log.refresh()
+        return self.log
 
     def _now(self) -> float:
         return store_time(self.world, self.run)
@@ -262,6 +264,15 @@ class StoreMachine(RuleBasedStateMachine):
             epoch=epoch, base=base, write_id=manifest.write_id, folder=manifest.folder, manifest_digest=manifest.digest
         )
         self.offers.append(Offer(staged, state, name))
+
+    @rule(plans=PLANS)
+    def train(self, plans: list[tuple[int, bool, bool]]) -> None:
+        """Some versions of the newest epoch, one after another, without a fault: (seed, with a checkpoint, anchored)."""
+        for seed, checkpoint, anchor in plans:
+            self.stage(1, seed, False, checkpoint, None)
+            self.commit(0, seed % 2, "none")
+            if anchor:
+                self.anchor(0, True)
 
     @precondition(lambda self: self.offers)
     @rule(pick=PICK, which=st.integers(0, 1), fault=st.sampled_from(["none", "none", "lost", "dies before", "dies after"]))
@@ -348,12 +359,16 @@ class StoreMachine(RuleBasedStateMachine):
             self.model.versions[version].bad = True
             self.model.entries += 1
 
-    @rule(seconds=st.sampled_from([GRACE / 3, GRACE / 2, GRACE + 5]))
-    def wait(self, seconds: float) -> None:
-        self.world.ahead += seconds
+    @rule(first=WAITS, second=WAITS)
+    def collect_twice(self, first: float, second: float) -> None:
+        """What nobody needs between the two is gone after the second, where the time was long enough."""
+        self.collect(first, None)
+        self.collect(second, None)
 
-    @rule(dies_after=st.sampled_from([None, None, None, 1, 2, 3, 5]))
-    def collect(self, dies_after: int | None) -> None:
+    @rule(seconds=WAITS, dies_after=st.sampled_from([None, 1, 2, 3]))
+    def collect(self, seconds: float, dies_after: int | None) -> None:
+        """After some time."""
+        self.world.ahead += seconds
         now = self._now()
         self.world.dies_after = dies_after
         with contextlib.suppress(Died):
@@ -385,6 +400,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "model"):
-            log = self._log()
+            log = Log(self.world, self.run)
+            log.refresh()
+            assert log.lineage.path() == self.model.line()[::-1]
             for version in sorted(self.model.alive):
                 self._read(log, version)
