@@ -114,6 +114,11 @@ def parse_version_folder(folder: str) -> tuple[int, int, str] | None:
     return (int(found[1]), int(found[2]), found[3]) if found else None
 
 
+def fingerprint(run: str, epoch: int) -> str:
+    """What the epoch's bits depend on; written by the trainer that opened it."""
+    return f"{_run(run)}/fingerprints/{epoch:08d}.json"
+
+
 def blob(run: str, digest: bytes) -> str:
     return f"{_run(run)}/blobs/{digest.hex()}"
 

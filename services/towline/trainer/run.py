@@ -18,7 +18,9 @@ from towline.config import Settings
 from towline.contract.codec import encode
 from towline.contract.entries import BaseEntry, Probe
 from towline.contract.policy import Opened
+from towline.delta.state import layout_digest, layout_of
 from towline.errors import InvariantError, UnavailableError, UsageError
+from towline.learner import fingerprint
 from towline.learner.advantages.base import Advantage
 from towline.learner.registry import ADVANTAGES, look_up
 from towline.runtime.run_end import run_has_ended
@@ -130,6 +132,9 @@ def _open(settings: Settings, objects: ObjectStore, log: Log, folder: Path) -> O
     fetch_base_folder(objects, log, folder)
     learner = make_learner(folder, settings)
     opening = open_epoch(objects, log, learner)
+    # Before the epoch's first version: a replay needs to know what its bits depend on.
+    found = fingerprint.of_settings(settings, opening.entry.number, layout_digest(layout_of(opening.state)))
+    fingerprint.record(objects, log.run, found)
     log_line.info("learner ready", seconds=round(time.monotonic() - began, 3))
     return opening
 

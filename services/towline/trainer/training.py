@@ -20,11 +20,12 @@ from towline.contract.control import EndRecord
 from towline.contract.entries import Probe
 from towline.errors import InvariantError, UnavailableError
 from towline.learner.base import Learner, StepReport, pack_rows
+from towline.learner.rows import Gathered
 from towline.runtime import faults
 from towline.store.versions import VersionFacts
 from towline.trainer.feed import BatchAt, Feed
 from towline.trainer.figures import Figures
-from towline.trainer.rows import Gathered, Gatherer
+from towline.trainer.rows import Gatherer
 from towline.trainer.staging import PATIENCE_SECONDS, Committed, Snapshot, Stager
 from towline.trainer.watch import LogWatch, cancel
 
