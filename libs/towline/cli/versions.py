@@ -1,15 +1,20 @@
-"""`towline versions list|show|verify`: the run's policy versions, read from the LOG and its files."""
+"""`towline versions list|show|verify|materialize|export|import|pin|unpin|quarantine`: a run's policy versions.
+
+`towline versions gc` stands in `collecting.py`.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
+from towline.cli import collecting
 from towline.errors import CorruptError, TowlineError, UsageError
 
 if TYPE_CHECKING:
@@ -21,15 +26,23 @@ app = typer.Typer(help="Policy versions of a run.", no_args_is_help=True)
 Target = Annotated[str, typer.Argument(metavar="RUN_OR_TOML", help="A run's name (of one in ./runs) or its TOML file.")]
 Number = Annotated[int, typer.Argument(metavar="VERSION", help="The version's number: its entry in the LOG.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="The folder to write; it must not exist yet.")]
+PinName = Annotated[str, typer.Option("--name", help="Whose pin it is: each name pins on its own.")]
+
+app.command("gc")(collecting.gc)
 
 
 @app.command("list")
 def list_versions(target: Target, as_json: Json = False) -> None:
     """Every version, the newest last."""
     from towline.local.progress import size
+    from towline.store.claims import pins
 
-    with _opened(target) as (_, log):
-        rows = [_row(log, number) for number in log.lineage.versions()]
+    with _opened(target) as (objects, log):
+        pinned: dict[int, list[str]] = {}
+        for standing in pins(objects, log.run):
+            pinned.setdefault(standing.pin.version, []).append(standing.pin.name)
+        rows = [_row(log, number) | {"pins": pinned.get(number, [])} for number in log.lineage.versions()]
     if as_json:
         print(json.dumps(rows))
         return
@@ -39,6 +52,7 @@ def list_versions(target: Target, as_json: Json = False) -> None:
         density = "-" if row["density"] is None else f"{row['density']:.1%}"
         notes = [note for note in ("quarantined" if row["quarantined"] else "", "" if row["on_line"] else "off the line") if note]
         notes += [f"checkpoint {row['checkpoint']}"] if row["checkpoint"] else []
+        notes += [f"pinned: {', '.join(row['pins'])}"] if row["pins"] else []
         print(f"{row['version']:>7}  {base:>7}  {epoch:>5}  {row['depth']:>5}  {row['kind']:5}  "
               f"{size(row['wire_bytes']):>9}  {density:>7}  {', '.join(notes)}".rstrip())  # fmt: skip
 
@@ -79,16 +93,134 @@ def verify(
                 have = (number, materialize(objects, log, number, have))
                 results.append({"version": number, "ok": True, "problem": None})
             except TowlineError as error:
-                results.append({"version": number, "ok": False, "problem": error.message})
+                gone = error.code == "version_gone" and version is None
+                results.append({"version": number, "ok": gone, "problem": error.message})
     wrong = [result for result in results if not result["ok"]]
     if as_json:
         print(json.dumps(results))
     else:
         for result in wrong:
             print(f"version {result['version']}: {result['problem']}")
-        print(f"{len(results) - len(wrong)} of {len(results)} versions are what the LOG says")
+        gone_count = sum(result["ok"] and result["problem"] is not None for result in results)
+        kept = len(results) - gone_count
+        print(f"{kept - len(wrong)} of {kept} versions are what the LOG says"
+              + (f"; {gone_count} were given up by retention" if gone_count else ""))  # fmt: skip
     if wrong:
         raise CorruptError(f"{len(wrong)} versions can't be built from what is stored", code="versions_corrupt")
+
+
+@app.command()
+def materialize(target: Target, version: Number, output: Output, as_json: Json = False) -> None:
+    """Write a version as a Hugging Face folder, every tensor verified, tokenizer and config included."""
+    from towline.store.materialize import materialize as build
+    from towline.store.portable import replacing_folder, write_model
+
+    with _opened(target) as (objects, log), replacing_folder(output) as folder:
+        _known(log, version)
+        with collecting.held(objects, log, version):
+            state = build(objects, log, version)
+        write_model(objects, log, state, folder)
+        digest = getattr(log.entry(version), "model_digest", "")
+    nbytes = sum(tensor.spec.nbytes for tensor in state.values())
+    _print(
+        {"version": version, "folder": str(output), "tensors": len(state), "model_bytes": nbytes, "model_digest": digest}, as_json
+    )
+
+
+@app.command("export")
+def export_range(
+    target: Target,
+    versions: Annotated[str, typer.Argument(metavar="VERSION[..LAST]", help="One version, or a range along the lineage.")],
+    output: Output,
+    as_json: Json = False,
+) -> None:
+    """Write versions as a folder that stands alone, with digests: the first one whole, the later ones as their deltas."""
+    from towline.store.portable import export_versions
+
+    first, last = _range(versions)
+    with _opened(target) as (objects, log):
+        _known(log, first)
+        _known(log, last)
+        if not log.lineage.is_ancestor(first, last):
+            raise UsageError(f"version {last} doesn't stand on version {first}; give an ancestor", code="version_range")
+        with collecting.held(objects, log, first):
+            export = export_versions(objects, log, first, last, output)
+    nbytes = sum(file.nbytes for file in export.files)
+    _print({"folder": str(output), "versions": [v.number for v in export.versions], "bytes": nbytes}, as_json)
+
+
+@app.command("import")
+def import_folder(
+    target: Target,
+    folder: Annotated[Path, typer.Argument(help="A folder that `towline versions export` wrote.")],
+    as_json: Json = False,
+) -> None:
+    """Bring an export into a run that has no entries yet. Everything is verified before anything is committed."""
+    from towline.store.portable import import_versions
+
+    with _opened(target) as (objects, log):
+        done = import_versions(objects, log, folder)
+    _print({"run": log.run, "versions": {str(old): new for old, new in done.numbers.items()}, "latest": done.latest}, as_json)
+
+
+@app.command()
+def pin(
+    target: Target,
+    version: Number,
+    name: PinName = "cli",
+    reason: Annotated[str, typer.Option(help="For who finds the pin later.")] = "",
+    grace: collecting.Grace = collecting.DEFAULT_GRACE,
+    as_json: Json = False,
+) -> None:
+    """Keep a version readable, and its checkpoint, until it is unpinned."""
+    from towline.store.claims import Pin
+    from towline.store.collect import pin as keep
+    from towline.store.retention import Rules
+
+    with _opened(target) as (objects, log):
+        fresh = keep(objects, log, Pin(version=version, name=name, reason=reason), Rules(grace_seconds=collecting.seconds(grace)))
+    _print({"version": version, "name": name, "new": fresh}, as_json)
+
+
+@app.command()
+def unpin(target: Target, version: Number, name: PinName = "cli", as_json: Json = False) -> None:
+    """Take a pin away."""
+    from towline.store.claims import remove_pin
+
+    with _opened(target) as (objects, log):
+        remove_pin(objects, log.run, version, name)
+    _print({"version": version, "name": name}, as_json)
+
+
+@app.command()
+def quarantine(
+    target: Target,
+    version: Number,
+    reason: Annotated[str, typer.Option("--reason", help="Stands in the LOG for good.")],
+    as_json: Json = False,
+) -> None:
+    """Take a version and all that stands on it out of service, for good. Its trainer exits and opens on an earlier one."""
+    from towline.store.quarantine import quarantine as condemn
+
+    with _opened(target) as (_, log):
+        entry = condemn(log, version, reason)
+        latest = log.lineage.latest
+    _print({"version": version, "entry": entry.number if entry else None, "latest": latest}, as_json)
+
+
+def _range(text: str) -> tuple[int, int]:
+    first, dots, last = text.partition("..")
+    if not first.isdigit() or (dots and not last.isdigit()):
+        raise UsageError(f"{text!r}: give a version's number, or FIRST..LAST", code="version_range")
+    return int(first), int(last or first)
+
+
+def _print(values: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(values))
+        return
+    for key, value in values.items():
+        print(f"{key:16} {value}")
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from towline.publisher.copy import OwnCopy
 from towline.publisher.verify import check_sent, reapply
 from towline.runtime import faults
 from towline.store import checkpoints, keys
+from towline.store.commit import version_entry
 from towline.store.log import Log
 from towline.store.manifest import Manifest, read_manifest
 from towline.store.materialize import materialize
@@ -172,35 +173,7 @@ class PublisherCore:
         if (stored := self._committed(staged)) is not None:
             return stored
         self._admit(staged)
-        facts = manifest.facts
-        entry = VersionEntry(
-            number=log.next_number,
-            prev=log.head_digest,
-            write_id=staged.write_id,
-            at=time.time(),
-            epoch=staged.epoch,
-            base=staged.base,
-            base_digest=log.digest(staged.base),
-            depth=facts.depth,
-            skipped=facts.skipped,
-            representation=manifest.representation,
-            codec=manifest.codec,
-            folder=manifest.folder,
-            manifest_digest=staged.manifest_digest,
-            layout_digest=manifest.layout_digest,
-            model_digest=manifest.model_digest,
-            density=manifest.density,
-            wire_bytes=manifest.wire_bytes,
-            model_bytes=manifest.model_bytes,
-            step=facts.step,
-            batch_cursor=facts.batch_cursor,
-            checkpoint=facts.checkpoint,
-            probe=facts.probe,
-            encode_seconds=manifest.encode_seconds,
-            upload_seconds=manifest.upload_seconds,
-            verify_seconds=verify_seconds,
-            missing_rows=facts.missing_rows,
-        )
+        entry = version_entry(log, manifest, staged.manifest_digest, verify_seconds)
         try:
             encode_entry(entry)
         except InvariantError as error:
