@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,8 +77,7 @@ class RunDirectory:
     def log_path(self, process: str) -> Path:
         return self.path / "logs" / f"{process}.log"
 
-    def nats(self, settings: Settings | None = None) -> NatsServer:
-        """The run's own nats-server; with settings, one that has room for its budget."""
+    def nats(self) -> NatsServer:
         return NatsServer(self.path / "nats")
 
     def s3(self) -> S3Server:
@@ -88,8 +88,6 @@ class RunDirectory:
         source = Path(self.source_path.read_text()) if self.source_path.is_file() else None
         settings = load_settings(self.settings_path)
         if source is not None:
-            import sys
-
             folder = str(source.parent)
             if folder not in sys.path:
                 sys.path.insert(0, folder)
