@@ -13,8 +13,10 @@ from towline.errors import UsageError
 
 RUN_NAME = re.compile(r"[a-z0-9-]{1,32}")
 
-ACK_WAIT_SECONDS = 120.0
-IN_PROGRESS_SECONDS = 30.0
+ACK_WAIT_SECONDS = 45.0
+"""How long a killed worker's tasks stay with it, so a batch may wait as long; a synchronous run stands still meanwhile."""
+IN_PROGRESS_SECONDS = 15.0
+"""Two may be lost in a row: a cluster that elects a new leader was measured without answers for up to 10 s."""
 REWARD_ACK_WAIT_SECONDS = 20.0
 """Shorter, since scoring is quick and a whole batch may wait for what a killed replica had in hand."""
 REGISTRY_TTL_SECONDS = 15.0
