@@ -4,16 +4,17 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
-EXTRAS := torch,local,fast,dev
+EXTRAS := torch,local,fast,checksums,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test lint clean bench-weights
 
 help:
 	@echo "make setup   the virtual environment (the other targets call it; nothing to do: under a second)"
 	@echo "make demo    a whole RL run on this machine: towline up examples/demo.toml"
 	@echo "make test    ruff, mypy, pytest"
 	@echo "make lint    ruff and mypy alone"
+	@echo "make bench-weights   weight deltas on real optimiser steps, against others' ways (both cores idle; ARGS=--check)"
 	@echo "make clean   remove caches and runs/; .venv stays"
 
 setup: $(STAMP)
@@ -26,6 +27,13 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup
 	@$(BIN)/towline up examples/demo.toml
+
+$(VENV)/.stamp-bench: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS),bench]'
+	@touch $@
+
+bench-weights: $(VENV)/.stamp-bench
+	@$(BIN)/python -m loadtests.weights $(ARGS)
 
 lint: setup
 	@$(BIN)/ruff check --quiet
