@@ -71,7 +71,7 @@ class BroughtEpoch:
 
         def build(log: Log) -> LogEntry:
             stored = log.find(manifest.write_id)
-            if stored is not None:
+            if isinstance(stored, VersionEntry) and stored.epoch == self.epoch:
                 return stored
             self._check()
             return version_entry(log, manifest, manifest.digest, verify_seconds)
