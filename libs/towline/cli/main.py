@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from towline.cli import runs, trajectories, versions
+from towline.cli import replay, runs, trajectories, versions
 from towline.errors import TowlineError
 
 INTERRUPTED = 130
@@ -30,10 +30,12 @@ app.command("down")(runs.down)
 app.command("status")(runs.status)
 app.command("audit")(runs.audit)
 app.command("serve", context_settings={"allow_extra_args": False})(runs.serve)
+app.command("replay")(replay.replay)
 app.add_typer(runs.app, name="run")
 app.add_typer(versions.app, name="versions")
 app.add_typer(trajectories.app, name="trajectories")
 app.add_typer(import_module("towline.cli.delta").app, name="delta")
+app.add_typer(import_module("towline.cli.bridge").app, name="bridge")
 
 
 def _version(wanted: bool) -> None:

@@ -1,45 +1,59 @@
-"""`towline trajectories list|show`: what the policy sampled and what it was given for it."""
+"""`towline trajectories list|show|export`: what the policy sampled and what it was given for it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from typing import Annotated, Any
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from towline.errors import MalformedError, MissingError, UsageError
+from towline.cli.source import SourceArgument, open_source
+from towline.errors import MissingError, UsageError
+
+if TYPE_CHECKING:
+    from towline.bundle.select import Filter, Selected
+    from towline.contract.trajectory import Trajectory
+    from towline.store.objects import ObjectStore
 
 app = typer.Typer(help="Sampled trajectories of a run.", no_args_is_help=True)
 
-Target = Annotated[str, typer.Argument(metavar="RUN_OR_TOML", help="A run's name (of one in ./runs) or its TOML file.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON: a line for each trajectory.")]
+Group = Annotated[int | None, typer.Option(help="Only this group's.")]
+Versions = Annotated[str | None, typer.Option(metavar="FROM:TO", help="A policy token is of a version in this range.")]
+Rewards = Annotated[str | None, typer.Option("--reward", metavar="FROM:TO", help="The reward is in this range.")]
+Finish = Annotated[str | None, typer.Option(help="stop, length, tool_limit or deadline.")]
+Replica = Annotated[str | None, typer.Option(help="Only what this replica sampled.")]
+Lane = Annotated[str | None, typer.Option(help="train or eval.")]
+Prompt = Annotated[str | None, typer.Option(metavar="SOURCE[:INDEX[:EPOCH]]", help="Only of this prompt.")]
+Times = Annotated[str | None, typer.Option("--time", metavar="FROM:TO", help="Unix seconds of their arrival.")]
 
 
 @app.command("list")
 def list_trajectories(
-    target: Target,
-    group: Annotated[int | None, typer.Option(help="Only this group's.")] = None,
-    last: Annotated[int, typer.Option(min=1, help="At most so many, the newest.")] = 20,
+    target: SourceArgument,
+    group: Group = None,
+    version: Versions = None,
+    reward: Rewards = None,
+    finish: Finish = None,
+    replica: Replica = None,
+    lane: Lane = None,
+    prompt: Prompt = None,
+    time: Times = None,
+    last: Annotated[int, typer.Option("--limit", "--last", min=1, help="At most so many, the newest.")] = 20,
     as_json: Json = False,
 ) -> None:
     """The newest trajectories, the newest last, with their rewards."""
-    for row in asyncio.run(_list(target, group, last)):
-        if as_json:
-            print(json.dumps(row))
-        elif row["problem"]:
-            print(f"{row['sequence']:>8}  {row['subject']}  malformed: {row['problem']}")
-        else:
-            reward = "-" if row["reward"] is None else f"{row['reward']:.3f}"
-            name = f"{row['group']}.{row['sample']}"
-            print(f"{row['sequence']:>8}  {name:>12}  {row['lane']:5}  versions {row['version_start']}-{row['version_end']}  "
-                  f"{row['policy_tokens']} of {row['tokens']} tokens  {row['finish']:8}  reward {reward}")  # fmt: skip
+    wanted = make_filter(group, version, reward, finish, replica, lane, prompt, time)
+    for item in asyncio.run(_list(target, wanted, last)):
+        print(json.dumps(row_of(item)) if as_json else line_of(item))
 
 
 @app.command()
 def show(
-    target: Target,
+    target: SourceArgument,
     sample: Annotated[str, typer.Argument(metavar="GROUP.SAMPLE", help="As `list` prints it.")],
     as_json: Json = False,
 ) -> None:
@@ -60,83 +74,138 @@ def show(
         )
 
 
-async def _list(target: str, group: int | None, last: int) -> list[dict[str, Any]]:
-    from towline.bus.topology import TRAJECTORY
-    from towline.contract.trajectory import decode_trajectory
-    from towline.local.access import open_run
-    from towline.local.run_directory import find_run
+@app.command("export")
+def export_bundle(
+    target: SourceArgument,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="BUNDLE", help="The folder to make.")],
+    checkpoint: Annotated[
+        list[int] | None, typer.Option("--checkpoint", metavar="VERSION", help="Its checkpoint too, for `replay --from`.")
+    ] = None,
+    deltas: Annotated[bool, typer.Option(help="The versions' weights too: by how much a replay differs.")] = True,
+    parquet: Annotated[bool, typer.Option("--parquet", help="Trajectories and outcomes as Parquet too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """The run as one folder that can be replayed, traced and scored again anywhere. No secret of the settings goes in."""
+    from towline.bundle.export import export
 
-    rows: list[dict[str, Any]] = []
-    directory, settings = find_run(target)
-    async with open_run(directory, settings) as access:
-        bus = access.bus
-        subjects, start = None, 1
-        if group is not None:
-            subjects = [bus.topology.subject(f"trajectory.{group}.*")]
-        else:
-            start = max((await bus.stream_state(TRAJECTORY)).last_sequence - last + 1, 1)
-        async with contextlib.aclosing(bus.read(TRAJECTORY, start=start, subjects=subjects, follow=False)) as messages:
-            async for message in messages:
-                row: dict[str, Any] = {"sequence": message.sequence, "subject": bus.topology.relative(message.subject)}
-                try:
-                    trajectory = decode_trajectory(message.data)
-                except MalformedError as error:
-                    rows.append(row | {"problem": error.message})
-                    continue
-                rows.append(row | _facts(trajectory) | {"problem": None})
-        rows = rows[-last:]
-        for row in rows:
-            if not row["problem"]:
-                row["reward"] = await _reward(bus, row["group"], row["sample"])
-    return rows
+    async def run() -> Any:
+        async with open_source(target) as source:
+            return await export(source, output, checkpoints=checkpoint or (), deltas=deltas, parquet=parquet)
+
+    done = asyncio.run(run())
+    manifest = done.manifest
+    nbytes = sum(file.nbytes for file in manifest.files)
+    if as_json:
+        streams = {key: stream.messages for key, stream in manifest.streams.items()}
+        print(json.dumps({"bundle": str(done.folder), "sha256": done.digest, "files": len(manifest.files), "bytes": nbytes,
+                          "streams": streams, "checkpoints": manifest.checkpoints, "left_out": manifest.left_out}))  # fmt: skip
+        return
+    from towline.local.progress import size
+
+    print(f"{done.folder}: {len(manifest.files)} files, {size(nbytes)}, sha256 {done.digest}")
+    print("  " + ", ".join(f"{stream.messages} {key}" for key, stream in manifest.streams.items()) + f", {manifest.head + 1} LOG")
+    for line in manifest.left_out:
+        print(f"  left out: {line}")
 
 
-async def _show(target: str, sample: str) -> dict[str, Any]:
-    from towline.bus.topology import TRAJECTORY
-    from towline.contract.trajectory import decode_trajectory
-    from towline.local.access import open_run
-    from towline.local.run_directory import find_run
+def make_filter(
+    group: int | None,
+    versions: str | None,
+    reward: str | None,
+    finish: str | None,
+    replica: str | None,
+    lane: str | None,
+    prompt: str | None,
+    time: str | None,
+) -> Filter:
+    """The options as a filter; `UsageError` for a range that is none."""
+    from towline.bundle.select import Filter
 
+    numbers = _range(versions, "--version")
+    return Filter(
+        group=group,
+        lane=lane,
+        finish=finish,
+        replica=replica,
+        prompt=prompt,
+        versions=None if numbers is None else (int(max(numbers[0], 0)), int(min(numbers[1], 2**53))),
+        reward=_range(reward, "--reward"),
+        time=_range(time, "--time"),
+    )
+
+
+def row_of(item: Selected) -> dict[str, Any]:
+    """A trajectory as `list --json` prints it."""
+    row = {"sequence": item.message.sequence, "subject": item.message.subject, "at": item.message.at, "problem": item.problem}
+    if item.trajectory is not None:
+        row |= _facts(item.trajectory) | {"reward": item.score.reward if item.score else None}
+    return row
+
+
+def line_of(item: Selected) -> str:
+    """The same for people."""
+    sequence, found = item.message.sequence, item.trajectory
+    if found is None:
+        return f"{sequence:>8}  {item.message.subject}  malformed: {item.problem}"
+    reward = "-" if item.score is None else f"{item.score.reward:.3f}"
+    name = f"{found.group}.{found.sample}"
+    return (
+        f"{sequence:>8}  {name:>12}  {found.lane:5}  versions {found.version_start}-{found.version_end}  "
+        f"{found.policy_tokens} of {found.tokens.size} tokens  {found.finish:8}  reward {reward}"
+    )
+
+
+def parse_sample(sample: str) -> tuple[int, int]:
+    """GROUP.SAMPLE as numbers."""
     group, _, index = sample.partition(".")
     if not (group.isdecimal() and index.isdecimal()):
         raise UsageError(f"{sample!r}: use GROUP.SAMPLE, as in 12.3", code="sample_name")
-    directory, settings = find_run(target)
-    async with open_run(directory, settings) as access:
-        message = await access.bus.last(TRAJECTORY, access.bus.topology.trajectory(int(group), int(index)))
+    return int(group), int(index)
+
+
+async def _list(target: str, wanted: Filter, count: int) -> list[Selected]:
+    from towline.bundle.select import newest
+
+    async with open_source(target) as source:
+        return await newest(source, wanted, count)
+
+
+async def _show(target: str, sample: str) -> dict[str, Any]:
+    from towline.bundle.select import score_of
+    from towline.bus.topology import TRAJECTORY
+    from towline.contract.trajectory import decode_trajectory
+
+    group, index = parse_sample(sample)
+    async with open_source(target) as source:
+        message = await source.last(TRAJECTORY, source.topology.trajectory(group, index))
         if message is None:
-            raise MissingError(f"no trajectory {sample} in run {settings.run.name}; see `towline trajectories list`")
+            raise MissingError(f"no trajectory {sample} in {source.where}; see `towline trajectories list`, `towline trace`")
         trajectory = decode_trajectory(message.data)
-        reward = await _reward(access.bus, int(group), int(index))
-        text = await asyncio.to_thread(_text, access.objects, settings.run.name, trajectory)
+        score = await score_of(source, group, index)
+        text = await asyncio.to_thread(_text, source.objects, source.settings.run.name, trajectory)
     versions = {position: span.version for span in trajectory.version_spans for position in range(span.start, span.end)}
     rows = [
         (position, int(token), float(trajectory.logprobs[position]) if position in versions else None, versions.get(position))
         for position, token in enumerate(trajectory.tokens)
     ]
     return {
-        "sequence": message.sequence, **_facts(trajectory), "reward": reward, "seed": trajectory.seed,
-        "engine": trajectory.engine, "replica": trajectory.replica, "reference": trajectory.reference, "text": text, "rows": rows,
+        "sequence": message.sequence, **_facts(trajectory), "reward": score.reward if score else None,
+        "components": score.components if score else {}, "seed": trajectory.seed, "engine": trajectory.engine,
+        "reference": trajectory.reference, "text": text, "rows": rows,
     }  # fmt: skip
 
 
-def _facts(trajectory: Any) -> dict[str, Any]:
+def _facts(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "group": trajectory.group, "sample": trajectory.sample, "lane": trajectory.lane,
         "version_start": trajectory.version_start, "version_end": trajectory.version_end,
         "policy_tokens": trajectory.policy_tokens, "tokens": int(trajectory.tokens.size), "finish": trajectory.finish,
+        "replica": trajectory.replica,
+        "prompt": f"{trajectory.prompt_ref.source}:{trajectory.prompt_ref.index}:{trajectory.prompt_ref.epoch}",
     }  # fmt: skip
 
 
-async def _reward(bus: Any, group: int, sample: int) -> float | None:
-    from towline.bus.topology import OUTCOME
-    from towline.contract.outcome import Score, decode_outcome
-
-    message = await bus.last(OUTCOME, bus.topology.score(group, sample))
-    outcome = None if message is None else decode_outcome(message.data)
-    return outcome.reward if isinstance(outcome, Score) else None
-
-
-def _text(objects: Any, run: str, trajectory: Any) -> dict[str, str] | None:
+def _text(objects: ObjectStore, run: str, trajectory: Trajectory) -> dict[str, str] | None:
     """Prompt and response as text; None where nothing that reads the model's tokenizer is installed."""
     from towline.verifiers.base import sample_of
     from towline.verifiers.tokenizer import stored_tokenizer
@@ -146,3 +215,15 @@ def _text(objects: Any, run: str, trajectory: Any) -> dict[str, str] | None:
         return {"prompt": sample.prompt, "response": sample.text}
     except (UsageError, MissingError):
         return None
+
+
+def _range(text: str | None, option: str) -> tuple[float, float] | None:
+    """FROM:TO, either of which may be left out; one number is a range of its own."""
+    if text is None:
+        return None
+    low, colon, high = text.partition(":")
+    try:
+        first = float(low) if low else -math.inf
+        return first, (float(high) if high else math.inf) if colon else first
+    except ValueError:
+        raise UsageError(f"{option} {text!r}: use FROM:TO with numbers, either may be left out", code="range") from None

@@ -1,0 +1,37 @@
+"""What the reading commands take: a run's name, its TOML file, or a bundle's folder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from towline.bundle.source import Source
+
+SourceArgument = Annotated[
+    str, typer.Argument(metavar="RUN_OR_BUNDLE", help="A run's name (of one in ./runs), its TOML file, or a bundle's folder.")
+]
+
+
+@contextlib.asynccontextmanager
+async def open_source(target: str) -> AsyncIterator[Source]:
+    """The run's or the bundle's. Nothing that reads it changes it."""
+    from towline.bundle.manifest import MANIFEST
+
+    folder = Path(target)
+    if (folder / MANIFEST).is_file():
+        from towline.bundle.folder import BundleSource
+
+        yield BundleSource.open(folder)
+        return
+    from towline.bundle.source import BusSource
+    from towline.local.access import open_run
+    from towline.local.run_directory import find_run
+
+    directory, settings = find_run(target)
+    async with open_run(directory, settings) as access:
+        yield await BusSource.open(access.bus, access.objects, access.settings)
