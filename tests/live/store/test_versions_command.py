@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,12 @@ import pytest
 import structlog
 from typer.testing import CliRunner
 
+from towline.bus.client import Bus
+from towline.bus.topology import ACKS, REPLICAS
 from towline.cli.main import app
-from towline.config import StoreSettings
+from towline.config import BusSettings, StoreSettings
+from towline.contract.codec import encode
+from towline.contract.policy import Ack, ReplicaInfo
 from towline.delta.files import load_folder
 from towline.errors import ConflictError, CorruptError, MissingError, TowlineError, UsageError
 from towline.store.anchors import record_anchor, upload_anchor
@@ -161,6 +166,33 @@ def test_a_damaged_export_is_refused_by_name(
     with pytest.raises(TowlineError, match=Path(victim).name):
         import_versions(objects, Log(objects, "target"), out)
     assert list(objects.list("target/")) == []
+
+
+def _add_bus(toml: Path, bus: BusSettings) -> None:
+    toml.write_text(f'{toml.read_text()}[bus]\nurl = "{bus.url}"\nbudget_bytes = {bus.budget_bytes}\n')
+
+
+async def test_registered_replicas_hold_their_versions_and_their_prepares_lengthen_the_grace(
+    toml: str, run: Run, bus_settings: BusSettings
+) -> None:
+    bus = await Bus.connect(bus_settings, run=run.log.run, client_name="test")
+    try:
+        await bus.ensure()
+        info = ReplicaInfo(replica="w1", host="h", engine="e", slots=1, busy=0, state="serving", version=2, at=0.0)
+        await bus.kv(REPLICAS).put("w1", encode(info))
+        ack = Ack(
+            replica="w1", version=2, files_digest="d", engine_digest=None, probe_max_abs_diff=None, probe_tolerance=None,
+            prepare_seconds=2000.0, pause_seconds=0.0, wire_bytes=0, mode="initial", at=0.0,
+        )  # fmt: skip
+        await bus.kv(ACKS).put("w1", encode(ack))
+        await asyncio.to_thread(_add_bus, Path(toml), bus_settings)
+        found = await asyncio.to_thread(towline, "gc", toml, "--dry-run")
+    finally:
+        await bus.close()
+    assert (found["registry"], found["holds"], found["grace_seconds"]) == ("read", ["replica-w1"], 8000.0)
+    kept = {row["version"]: row["reason"] for row in found["verdicts"] if row["kind"] == "version"}
+    assert "held by replica-w1" in kept[2]
+    assert "held by replica-w1" in kept[3]
 
 
 def test_refusals_are_one_line(toml: str) -> None:
