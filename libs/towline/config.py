@@ -119,6 +119,8 @@ class BufferSettings(_Section):
     """Failed attempts of one sample before its group is dropped."""
     off_line: Literal["drop", "keep"] = "drop"
     snapshot_every_records: Count = 20_000
+    keep_history: bool = True
+    """False: what no restart can need any more is purged from CONTROL, TRAJECTORY and OUTCOME (docs/design/020-buffer.md)."""
 
 
 class EvalSettings(_Section):

@@ -55,12 +55,20 @@ class Ledger:
         self.ended: EndRecord | None = None
         """The end that stands: a task after it, or a fork below its depth, takes the run up again."""
         self._standing: dict[SampleKey, BatchSeen] = {}
+        self.begins_at = 0
+        """CONTROL sequence of the first record that was there to read: what came before it is purged, not lost."""
+        self.purged_batches = 0
+        """Batches of the lineage whose records are purged."""
+        self._first_group: int | None = None
+        """The first group whose admission was there to read; groups are numbered in order."""
         self._named: set[tuple[int, int]] = set()
         self._epoch = 0
         self._writer: str | None = None
 
     def read(self, record: Record, sequence: int) -> None:
         """The record at `sequence`. What is wrong with it becomes a violation; it's taken as it stands all the same."""
+        if not self.begins_at:
+            self.begins_at = sequence
         self._check_writer(record, sequence)
         match record:
             case TaskRecord(task=task):
@@ -88,12 +96,22 @@ class Ledger:
 
     def _check_writer(self, record: Record, sequence: int) -> None:
         writer = record.writer.rpartition("/")[0]
-        if isinstance(record, WriterRecord):
+        if isinstance(record, WriterRecord) or (self._writer is None and self.begins_at > 1):
             self._writer = writer
         elif writer != self._writer:
             self._fault(2, f"CONTROL {sequence}", f"written by {writer!r} where {self._writer!r} had taken over: a fence broke")
 
+    def _purged(self, group: int) -> bool:
+        """Whether its admission lies before CONTROL's beginning."""
+        return self.begins_at > 1 and (self._first_group is None or group < self._first_group)
+
     def _task(self, task: Task, sequence: int) -> None:
+        if self._first_group is None:
+            # Tasks of a group follow each other: where the first one seen isn't sample 0, the group's beginning is purged.
+            self._first_group = task.group + (1 if self.begins_at > 1 and task.sample else 0)
+        if self._purged(task.group):
+            self.task_sequences[sequence] = (task.group, task.sample)
+            return
         group = self.groups.setdefault(task.group, GroupSeen(task.lane, task.group_size, task.exact_version))
         self._admit(group, task.group, task.sample)
         self.task_sequences[sequence] = (task.group, task.sample)
@@ -108,7 +126,9 @@ class Ledger:
 
     def _reissue(self, task: Task, sequence: int) -> None:
         group = self.groups.get(task.group)
-        if group is None or task.sample not in group.samples:
+        if self._purged(task.group):
+            pass
+        elif group is None or task.sample not in group.samples:
             self._fault(1, f"{task.group}.{task.sample}", f"issued again at CONTROL {sequence}, never admitted")
         elif group.fate is not None:
             self._fault(1, f"{task.group}.{task.sample}", f"issued again after its group was closed ({group.fate})")
@@ -117,6 +137,8 @@ class Ledger:
     def _batch(self, record: BatchRecord, sequence: int) -> None:
         name = f"{record.epoch}/{record.for_depth}"
         seen = BatchSeen(sequence, record)
+        if self._epoch == 0 and self.begins_at > 1:
+            self._epoch = record.epoch  # its fork is purged
         if record.epoch != self._epoch:
             self._fault(2, name, f"a batch of epoch {record.epoch} while the newest fork is to epoch {self._epoch}")
         if (record.epoch, record.for_depth) in self._named:
@@ -126,6 +148,8 @@ class Ledger:
         for row in record.rows:
             where = f"{row.group}.{row.sample}"
             group = self.groups.get(row.group)
+            if group is None and self._purged(row.group):
+                continue
             if group is None or row.sample not in group.samples:
                 self._fault(1, where, f"in batch {name}, never admitted")
                 continue
@@ -147,6 +171,8 @@ class Ledger:
     def _drop(self, record: DropRecord) -> None:
         where = f"group {record.group}"
         group = self.groups.get(record.group)
+        if group is None and self._purged(record.group):
+            return
         if group is None:
             self._fault(1, where, f"dropped as {record.reason}, never admitted")
             return
@@ -168,6 +194,8 @@ class Ledger:
         for row in record.rows:
             where = f"{row.group}.{row.sample}"
             group = self.groups.get(row.group)
+            if group is None and self._purged(row.group):
+                continue
             if group is None or row.sample not in group.samples:
                 self._fault(1, where, f"evaluated for version {record.version}, never admitted")
             elif group.fate is not None:
@@ -209,6 +237,9 @@ class Ledger:
         trained: dict[SampleKey, int] = {}
         for depth, epoch in enumerate(consumed):
             batch = by_name.get((epoch, depth))
+            if batch is None and self.begins_at > 1 and depth < min((d for _, d in by_name), default=depth + 1):
+                self.purged_batches += 1
+                continue
             if batch is None or batch.void:
                 state = "isn't in CONTROL" if batch is None else "a fork has voided"
                 self._fault(2, f"{epoch}/{depth}", f"the lineage consumed a batch that {state}")
@@ -237,7 +268,7 @@ class Ledger:
         """Each version of the lineage names, as its batch cursor, the place of the batch that made its depth."""
         at = {batch.sequence: (batch.record.epoch, batch.record.for_depth) for batch in self.batches}
         for version in line.ancestors(line.latest) if line.latest is not None else []:
-            if version in line.version_epochs:
+            if version in line.version_epochs and line.batch_cursors[version] >= self.begins_at:
                 wanted = (line.version_epochs[version], line.depths[version] - 1)
                 if at.get(line.batch_cursors[version]) != wanted:
                     name = f"batch {wanted[0]}/{wanted[1]}"

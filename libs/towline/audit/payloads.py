@@ -105,7 +105,8 @@ class Checker:
     def _check_trajectory(self, row: Row, trajectory: Trajectory) -> None:
         if (trajectory.run, trajectory.group, trajectory.sample) != (self.bound.run, row.group, row.sample):
             self._fault(6, row, f"the trajectory at {row.sequence} is of {trajectory.run} {trajectory.group}.{trajectory.sample}")
-        if self.ledger.task_sequences.get(trajectory.task_sequence) != (row.group, row.sample):
+        purged = trajectory.task_sequence < self.ledger.begins_at
+        if not purged and self.ledger.task_sequences.get(trajectory.task_sequence) != (row.group, row.sample):
             self._fault(6, row, f"generated for CONTROL {trajectory.task_sequence}, which is no task of it")
         versions = {span.version for span in trajectory.version_spans}
         unknown = sorted(versions - self.line.parents.keys())

@@ -60,6 +60,11 @@ class AuditReport:
     """Batch and eval rows whose trajectory was read and compared."""
     rows_purged: int
     """Rows whose trajectory lies below the stream's floor: they can't be compared any more."""
+    purged: dict[str, int]
+    """Stream -> messages before its first one: the run didn't keep its history (buffer.keep_history). They aren't lost; what
+    they said isn't checked or counted."""
+    batches_purged: int
+    """Batches of the lineage whose records are purged."""
     staleness_max: int
     violations: list[Violation]
 
@@ -86,6 +91,8 @@ class AuditReport:
             },
             "rows_checked": self.rows_checked,
             "rows_purged": self.rows_purged,
+            "purged": dict(self.purged),
+            "batches_purged": self.batches_purged,
             "staleness_max": self.staleness_max,
             "violations": [{"invariant": v.invariant, "where": v.where, "what": v.what} for v in self.violations],
         }
@@ -105,6 +112,12 @@ class AuditReport:
             f"checked: {self.rows_checked} trajectories byte for byte, {self.rows_purged} purged, "
             f"greatest staleness {self.staleness_max}",
         ]
+        if any(self.purged.values()):
+            below = ", ".join(f"{count} of {stream}" for stream, count in self.purged.items() if count)
+            lines.append(
+                f"purged as final and no longer needed: the first {below}; {self.batches_purged} batches among them, which "
+                "aren't counted above"
+            )
         lines.extend(f"VIOLATED {violation}" for violation in self.violations[:most])
         if len(self.violations) > most:
             lines.append(f"… and {len(self.violations) - most} more")

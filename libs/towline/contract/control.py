@@ -121,6 +121,8 @@ class SnapshotRecord(ControlRecord, frozen=True, kw_only=True, tag="snapshot"):
     blob: bytes
     covers: int
     outcome_cursor: int
+    floor_depth: int | msgspec.UnsetType = msgspec.UNSET
+    """Batches below this depth are final: no checkpoint is left to go back below it. The buffer forgets their groups."""
 
 
 class EndRecord(ControlRecord, frozen=True, kw_only=True, tag="end"):

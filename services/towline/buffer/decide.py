@@ -49,6 +49,12 @@ def fork(view: View) -> list[Unit]:
             "restore the bus's storage, or fork a new run from a version",
             code="stream_regressed",
         )
+    if depth < view.state.floor_depth:
+        raise InvariantError(
+            f"epoch {epoch} opens at depth {depth}, history below depth {view.state.floor_depth} is purged: open on a newer "
+            "checkpoint, or fork a new run from the version",
+            code="below_floor",
+        )
     return [(ForkRecord(writer="", epoch=epoch, base=base, depth=depth),)]
 
 

@@ -36,11 +36,13 @@ class Dump(msgspec.Struct, frozen=True, kw_only=True):
     eval_groups: dict[int, int]
     newest_eval: int
     ended: EndRecord | None
+    floor_depth: int = 0
 
 
 _PLAIN = (
     "control_sequence", "outcome_sequence", "writer", "next_group", "cursor", "epoch", "fork_depth", "fork_sequence",
     "next_depth", "admitted", "evaluated", "newest_eval", "ended",
+    "floor_depth",
 )  # fmt: skip
 _decoder = msgspec.msgpack.Decoder(Dump)
 

@@ -78,6 +78,8 @@ class Group(msgspec.Struct):
     """for_depth of the batch that it stands in."""
     scores: int = 0
     """How many samples have one."""
+    admitted_sequence: int = 0
+    """CONTROL sequence of its first task; 0 in snapshots of an older release, which keep everything."""
     packed: bytes | None = None
     """The scores of a batched group that has them all; `samples` is empty then."""
 
@@ -104,6 +106,11 @@ class Group(msgspec.Struct):
         if self.packed is not None:
             self.samples = [Sample(0, 0, 0, 0, scored=scored) for scored in _decode(self.packed)]
             self.packed = None
+
+    def least_sequence(self) -> int | None:
+        """The first of its samples' places in TRAJECTORY; None without a score."""
+        scored = [found for _, found in self.rows()] if self.packed is None else _decode(self.packed)
+        return min((found.sequence for found in scored), default=None)
 
     def versions(self) -> set[int]:
         """The versions of all the policy tokens that are in."""

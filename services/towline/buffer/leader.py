@@ -11,28 +11,34 @@ import contextlib
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import NoReturn
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, NoReturn
 
 import structlog
+from msgspec import UNSET, UnsetType
 
 from towline.buffer.decide import decide, unknown_versions
 from towline.buffer.dump import encode_state
 from towline.buffer.figures import waiting_for
 from towline.buffer.fleet import Fleet
+from towline.buffer.floors import final_depth
+from towline.buffer.janitor import Janitor
 from towline.buffer.prompting import load_run
 from towline.buffer.records import chunks
+from towline.buffer.regression import StreamWatch, check_control, mend
 from towline.buffer.replay import apply_outcome, read_control, read_outcomes, rebuild
 from towline.buffer.rules import Rules
 from towline.buffer.state import State
 from towline.buffer.view import Sources, Unit, View
 from towline.bus.client import Bus, Message
 from towline.bus.control_log import ControlLog
-from towline.bus.topology import OUTCOME
+from towline.bus.topology import CONTROL, OUTCOME
 from towline.config import Settings
 from towline.contract.control import EndRecord, SnapshotRecord, TaskRecord
-from towline.errors import ConflictError, UnavailableError
+from towline.contract.entries import VersionEntry
+from towline.errors import ConflictError, InvariantError, UnavailableError
 from towline.store.blobs import Blobs
+from towline.store.checkpoints import newest_on
 from towline.store.lineage import Lineage
 from towline.store.log import Log
 from towline.store.objects import ObjectStore
@@ -46,6 +52,11 @@ TICK_SECONDS = 0.25
 OUTCOMES_AT_A_TIME = 4096
 MOST_OUTCOMES_WAITING = 16384
 TAKE_OVER_TRIES = 20
+FULL = 0.98
+"""Share of a stream's bytes from which on it's said to be full: a message or two may still fit."""
+SNAPSHOT_FILL = 0.5
+"""Share of CONTROL's bytes from which on a snapshot is taken at every look, so that the janitor can make room."""
+_MORE_ROOM = "raise bus.budget_bytes, free the server's disk, or set buffer.keep_history = false"
 
 Tell = Callable[[str], None]
 
@@ -57,6 +68,7 @@ class Leader:
         self.state = State()
         self.lineage = Lineage()
         self.fleet = Fleet(bus)
+        self.janitor = Janitor(bus, objects, lambda: self.state)
         self.finished = False
         self._settings = settings
         self._bus = bus
@@ -72,6 +84,10 @@ class Leader:
         self._poll = asyncio.Event()
         self._looked_at = 0.0
         self._snapshot_at = 0
+        self._snapshot_due = False
+        self._watch = StreamWatch(bus)
+        self._suspect = False
+        """TRAJECTORY or OUTCOME has lost messages: what is open has to be looked over."""
         self._waits_since: tuple[int, float] = (-1, 0.0)
         self._say = structlog.get_logger("towline.buffer")
 
@@ -81,14 +97,19 @@ class Leader:
         await self._take_over()
         await self._read_log()
         self._take_entries()
-        await read_outcomes(self._bus, self.state)
+        await check_control(self._bus, self.state, self.lineage, _batch_cursor(self._log))
+        whole = await read_outcomes(self._bus, self.state)
+        if self._suspect or not whole:
+            self._tell("replaying: a stream has lost messages; looking for what is open in it")
+            await mend(self._bus, self.state)
+            self._suspect = False
         self._outcomes.clear()
         self._room.set()
         self._say.info(
             "leading", writer=self._control.writer_id, control=self.state.control_sequence, outcome=self.state.outcome_sequence
         )
-        readers = [asyncio.create_task(reader, name="buffer-reader") for reader in (self._outcome_reader(), self._log_reader(),
-                                                                                    self._hint_reader())]  # fmt: skip
+        parts = [self._outcome_reader(), self._log_reader(), self._hint_reader(), *self._janitors()]
+        readers = [asyncio.create_task(part, name="buffer-reader") for part in parts]
         try:
             while not draining.is_set():
                 for reader in readers:
@@ -121,8 +142,13 @@ class Leader:
             await self._append(units)
             view = self._at(time.time())
         self._see_end(view)
-        if self.state.control_sequence - self._snapshot_at >= self._settings.buffer.snapshot_every_records:
+        records = self.state.control_sequence - self._snapshot_at
+        if records >= self._settings.buffer.snapshot_every_records or (self._snapshot_due and records > 1):
             await self._snapshot()
+
+    def _janitors(self) -> Iterator[Coroutine[Any, Any, None]]:
+        if not self._settings.buffer.keep_history:
+            yield self.janitor.run()
 
     # taking over
 
@@ -146,12 +172,16 @@ class Leader:
 
     async def _outcome_reader(self) -> NoReturn:
         async with contextlib.aclosing(self._bus.read(OUTCOME, start=self.state.outcome_sequence + 1)) as messages:
-            async for message in messages:
-                self._outcomes.append(message)
-                self._wake.set()
-                if len(self._outcomes) >= MOST_OUTCOMES_WAITING:
-                    self._room.clear()
-                    await self._room.wait()
+            try:
+                async for message in messages:
+                    self._outcomes.append(message)
+                    self._wake.set()
+                    if len(self._outcomes) >= MOST_OUTCOMES_WAITING:
+                        self._room.clear()
+                        await self._room.wait()
+            except InvariantError as error:
+                self._suspect = True
+                raise UnavailableError(f"{error.message}: everything is read anew", code=error.code) from None
         raise UnavailableError("OUTCOME's reader ended", code="reader_ended")
 
     async def _log_reader(self) -> NoReturn:
@@ -217,25 +247,46 @@ class Leader:
     async def _snapshot(self) -> None:
         """The state as a blob and the record that names it. A store that is away only puts it off."""
         data, covers, cursor = encode_state(self.state), self.state.control_sequence, self.state.outcome_sequence
-        self._snapshot_at = covers
+        self._snapshot_at, self._snapshot_due = covers, False
+        floor_depth: int | UnsetType = UNSET
+        if not self._settings.buffer.keep_history:
+            lineage = self._log.lineage
+            floor_depth = final_depth([lineage.depth(version) for version, _ in newest_on(self._log)])
         try:
             blob = await asyncio.to_thread(self._blobs.put, data)
         except UnavailableError as error:
             self._say.warning("snapshot_put_off", reason=error.message)
             return
-        await self._append([(SnapshotRecord(writer="", blob=blob, covers=covers, outcome_cursor=cursor),)])
+        await self._append(
+            [(SnapshotRecord(writer="", blob=blob, covers=covers, outcome_cursor=cursor, floor_depth=floor_depth),)]
+        )
         self._say.info("snapshot", nbytes=len(data), covers=covers, outcome_cursor=cursor)
 
     # what is said
 
     async def _look_around(self, view: View) -> None:
         self._looked_at = time.monotonic()
+        await self._look_at_streams()
         await self.fleet.refresh(self.state.open_eval)
         oldest = view.depth if view.depth < self.state.next_depth else -1
         if oldest != self._waits_since[0]:
             self._waits_since = (oldest, time.monotonic())
         waits = time.monotonic() - self._waits_since[1] if oldest >= 0 else 0.0
-        self._tell(waiting_for(view, self.fleet, batch_waits_seconds=waits))
+        self._tell(self._no_room() or waiting_for(view, self.fleet, batch_waits_seconds=waits))
+
+    async def _look_at_streams(self) -> None:
+        """`UnavailableError` where TRAJECTORY or OUTCOME lost messages, so that everything is read anew and mended."""
+        lost = await self._watch.look()
+        if lost:
+            self._suspect = True
+            names = ", ".join(spec.key for spec in lost)
+            raise UnavailableError(f"{names} lost messages; what is open is looked over", code="stream_regressed")
+        if not self._settings.buffer.keep_history and self._watch.fill[CONTROL.key] > SNAPSHOT_FILL:
+            self._snapshot_due = True  # the janitor needs one to make room
+
+    def _no_room(self) -> str:
+        full = [key for key, share in self._watch.fill.items() if share >= FULL]
+        return f"bus_full: {', '.join(full)} has no room; {_MORE_ROOM}" if full else ""
 
     def _see_end(self, view: View) -> None:
         finished = view.finished
@@ -247,9 +298,15 @@ class Leader:
 
     def _on_full(self, full: bool) -> None:
         if full:
-            self._tell("bus_full: CONTROL has no room; raise bus.budget_bytes, or free the server's disk")
+            self._tell(f"bus_full: CONTROL has no room; {_MORE_ROOM}")
         else:
             self._looked_at = 0.0
+
+
+def _batch_cursor(log: Log) -> int:
+    """CONTROL sequence of the last batch that the line has consumed; 0 before the first."""
+    entry = log.entry(log.lineage.latest) if log.lineage.path() else None
+    return entry.batch_cursor if isinstance(entry, VersionEntry) else 0
 
 
 def _eval_versions(units: list[Unit]) -> Iterator[int]:

@@ -7,6 +7,7 @@ import asyncio
 import structlog
 
 from towline.buffer.dump import decode_state
+from towline.buffer.regression import regressed
 from towline.buffer.state import State
 from towline.bus.client import Bus
 from towline.bus.topology import CONTROL, OUTCOME
@@ -21,8 +22,8 @@ _log = structlog.get_logger("towline.buffer")
 async def rebuild(bus: Bus, blobs: Blobs) -> State:
     """CONTROL's part of it, to the end. `InvariantError` where CONTROL's beginning is gone and no snapshot holds it."""
     state = await _from_snapshot(bus, blobs)
-    if state is None:
-        first = (await bus.stream_state(CONTROL)).first_sequence
+    first = (await bus.stream_state(CONTROL)).first_sequence
+    if state is None or state.control_sequence + 1 < first:
         if first > 1:
             raise InvariantError(
                 f"CONTROL begins at {first} and no snapshot can be read: restore the store's blobs, or fork a new run",
@@ -39,18 +40,35 @@ async def read_control(bus: Bus, state: State) -> None:
         state.apply(decode_control(message.data), message.sequence)
 
 
-async def read_outcomes(bus: Bus, state: State) -> None:
-    """On to OUTCOME's end. What comes late now was late, or used, before: it isn't counted again."""
+async def read_outcomes(bus: Bus, state: State) -> bool:
+    """On to OUTCOME's end; False where OUTCOME has lost its tail. What comes late now was late, or used, before: it isn't
+    counted again.
+
+    A state that has read further than OUTCOME goes keeps what it knows, and reads what is there from the beginning.
+    """
     late, unpaced = state.late, state.unpaced
+    whole = state.outcome_sequence <= (await bus.stream_state(OUTCOME)).last_sequence
+    if not whole:
+        _log.warning("outcome_regressed", cursor=state.outcome_sequence)
+        state.outcome_sequence = 0
     async for message in bus.read(OUTCOME, start=state.outcome_sequence + 1, follow=False):
-        apply_outcome(state, message.data, message.sequence)
+        if apply_outcome(state, message.data, message.sequence) == UNKNOWN_TASK:
+            raise regressed(f"CONTROL ends at {state.control_sequence}, OUTCOME {message.sequence} is of a later task")
     state.late, state.unpaced = late, unpaced
+    return whole
+
+
+UNKNOWN_TASK = "it names a task that CONTROL hasn't"
 
 
 def apply_outcome(state: State, data: bytes, sequence: int) -> str | None:
     """Take the outcome in; why not, where it can't be read."""
     try:
-        state.apply_outcome(decode_outcome(data), sequence)
+        outcome = decode_outcome(data)
+        if outcome.task_sequence > state.control_sequence:
+            state.outcome_sequence = sequence
+            return UNKNOWN_TASK
+        state.apply_outcome(outcome, sequence)
     except MalformedError as error:
         state.outcome_sequence = sequence
         return error.message
@@ -69,7 +87,4 @@ async def _from_snapshot(bus: Bus, blobs: Blobs) -> State | None:
     except (MissingError, CorruptError) as error:
         _log.warning("snapshot_unreadable", control_sequence=message.sequence, reason=error.message)
         return None
-    if state.outcome_sequence > (await bus.stream_state(OUTCOME)).last_sequence:
-        _log.warning("outcome_regressed", cursor=state.outcome_sequence)
-        return None  # OUTCOME lost its tail: what it still has is what counts
     return state

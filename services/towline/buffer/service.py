@@ -11,11 +11,13 @@ from towline.buffer.figures import HANGING, figures
 from towline.buffer.leader import Leader
 from towline.bus.client import Bus
 from towline.config import Settings
-from towline.errors import UnavailableError
+from towline.errors import InvariantError, UnavailableError
 from towline.runtime.service import Service
 from towline.store.objects import ObjectStore
 
 RETRY_SECONDS = 1.0
+LAST_WORDS_SECONDS = 3.0
+"""A run that a broken promise stops says so for this long: its status is published every second."""
 
 
 class BufferService(Service):
@@ -33,13 +35,26 @@ class BufferService(Service):
         while not self.draining.is_set():
             try:
                 await self._leader.lead(self.draining)
+            except InvariantError as error:
+                await self._say_why(error)
+                raise
             except UnavailableError as error:
+                if error.code == "stream_regressed":
+                    self.log.error("stream_regressed", reason=error.message)
                 # The fate of what was appended last is unknown: everything is read again, and CONTROL taken over anew.
                 self.health.not_ready(f"unavailable: {error.message}")
                 self.log.warning("unavailable", code=error.code, reason=error.message)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(RETRY_SECONDS):
                         await self.draining.wait()
+
+    async def _say_why(self, error: InvariantError) -> None:
+        """The named state stands in the status for a moment before the process ends by it."""
+        self.health.not_ready(f"{error.code}: {error.message}")
+        self._named_state = f"{error.code}: {error.message}"
+        self.log.error("stopped", code=error.code, reason=error.message)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.draining.wait(), LAST_WORDS_SECONDS)
 
     def figures(self) -> Mapping[str, Any]:
         leader = self._leader

@@ -13,6 +13,8 @@ from __future__ import annotations
 import heapq
 import math
 
+from msgspec.structs import replace
+
 from towline.buffer.groups import Batch, Group, Sample, scored_from
 from towline.contract.control import (
     AdmitRecord,
@@ -50,6 +52,8 @@ class State:
         self.epoch = 0
         self.fork_depth = 0
         self.fork_sequence = 0
+        self.floor_depth = 0
+        """Batches below it are final, and their groups forgotten."""
         self.groups: dict[int, Group] = {}
         self.batches: dict[int, Batch] = {}
         """for_depth -> the batch that stands for it."""
@@ -86,6 +90,8 @@ class State:
         """Samples that an earlier task scored after they had been issued again."""
         self.by_version: dict[int, dict[int, None]] = {}
         """Version -> open train groups that hold tokens of it."""
+        self.lost: dict[tuple[int, int], None] = {}
+        """Samples whose trajectory a stream lost, as this process found (not a fact)."""
         self._deadlines: list[tuple[float, int]] = []
 
     # CONTROL
@@ -114,6 +120,8 @@ class State:
                 self.ended = record
             case WriterRecord():
                 self.writer = record.writer
+            case SnapshotRecord(floor_depth=int(depth)):
+                self._release(depth)
             case SnapshotRecord() | AdmitRecord():
                 pass  # a snapshot repeats the state; unpaced samples are the gateway's, which this buffer doesn't admit yet
 
@@ -123,8 +131,9 @@ class State:
             if task.group < self.next_group:
                 raise InvariantError(f"group {task.group} is admitted a second time, at {sequence}", code="group_reused")
             group = Group(
-                task.group, task.lane, task.group_size, task.deadline, task.exact_version, task, [None] * task.group_size
-            )
+                task.group, task.lane, task.group_size, task.deadline, task.exact_version, task, [None] * task.group_size,
+                admitted_sequence=sequence,
+            )  # fmt: skip
             self.next_group = task.group + 1
             self.groups[task.group] = group
             heapq.heappush(self._deadlines, (task.deadline, task.group))
@@ -152,6 +161,7 @@ class State:
         key = (task.group, task.sample)
         self.failing.pop(key, None)
         self.stranded.pop(key, None)
+        self.lost.pop(key, None)
         self._look_for_surplus(group, task.sample)
 
     def _batch(self, record: BatchRecord, sequence: int) -> None:
@@ -213,6 +223,8 @@ class State:
     def _fork(self, record: ForkRecord, sequence: int) -> None:
         if record.epoch <= self.epoch:
             raise InvariantError(f"fork to epoch {record.epoch} after epoch {self.epoch}", code="epoch_regressed")
+        if record.depth < self.floor_depth:
+            raise InvariantError(f"fork to depth {record.depth}, below the floor {self.floor_depth}", code="below_floor")
         self.epoch, self.fork_depth, self.fork_sequence = record.epoch, record.depth, sequence
         if self.ended is not None and record.depth < self.ended.depth:
             self.ended = None
@@ -230,6 +242,16 @@ class State:
                     self.stranded[number, index] = None
                 else:
                     self.stranded.pop((number, index), None)
+
+    def _release(self, depth: int) -> None:
+        """Batches below `depth` are final: of their groups only the batch's figures are kept."""
+        for below in range(self.floor_depth, min(depth, self.next_depth)):
+            batch = self.batches.get(below)
+            if batch is not None:
+                for number in batch.groups:
+                    self.groups.pop(number, None)
+                self.batches[below] = replace(batch, groups=())
+        self.floor_depth = max(self.floor_depth, min(depth, self.next_depth))
 
     # OUTCOME
 
@@ -259,11 +281,12 @@ class State:
             return
         self.failing.pop((group.number, score.sample), None)
         self.stranded.pop((group.number, score.sample), None)
+        self.lost.pop((group.number, score.sample), None)
         self._look_for_surplus(group, score.sample)
         if not math.isfinite(score.reward):
-            self._doom(group, sample, "verify_failed")
+            self.doom(group, sample, "verify_failed")
         elif group.version is not None and sample.scored.versions != (group.version,):
-            self._doom(group, sample, "wrong_version")
+            self.doom(group, sample, "wrong_version")
         self._index_score(group, sample)
         if group.complete:
             if group.is_train:
@@ -275,13 +298,14 @@ class State:
         key = (failure.task_sequence, failure.delivery, failure.stage)
         sample.failures.setdefault(key, failure.stage not in UNCOUNTED_STAGES)
         if failure.final:
-            self._doom(group, sample, _FINAL.get(failure.stage, "failed"))
+            self.doom(group, sample, _FINAL.get(failure.stage, "failed"))
         if sample.failing:
             self.failing[group.number, failure.sample] = None
 
     # indexes
 
-    def _doom(self, group: Group, sample: Sample, reason: str) -> None:
+    def doom(self, group: Group, sample: Sample, reason: str) -> None:
+        """No score can save the group: it must be dropped as `reason`."""
         sample.final = sample.final or reason
         self.doomed.setdefault(group.number, sample.final)
 
@@ -339,7 +363,7 @@ class State:
             if not holders:
                 self.by_version.pop(version, None)
         for index in range(group.size):
-            for keyed in (self.failing, self.stranded, self.surplus):
+            for keyed in (self.failing, self.stranded, self.surplus, self.lost):
                 keyed.pop((number, index), None)
 
     def overdue(self, now: float) -> list[int]:

@@ -24,7 +24,7 @@ def tidy(view: View) -> list[Unit]:
     units: list[Unit] = []
     for number, reason in reasons.items():
         units.extend(_drop(state.groups[number], reason))
-    for number, index in dict.fromkeys([*state.failing, *state.stranded]):
+    for number, index in dict.fromkeys([*state.failing, *state.stranded, *state.lost]):
         if number not in reasons:
             units.extend(_reissue(view, state.groups[number], index))
     for number, index in state.surplus:
@@ -92,7 +92,8 @@ def _reissue(view: View, group: Group, index: int) -> list[Unit]:
     sample, task, rules = group.samples[index], group.task, view.rules
     if sample is None or task is None:
         return []
-    reason = "fork" if (group.number, index) in view.state.stranded else _newest_stage(sample)
+    key = (group.number, index)
+    reason = "fork" if key in view.state.stranded else "lost" if key in view.state.lost else _newest_stage(sample)
     not_before = sample.not_before_depth
     if group.is_train:
         least = max(0, view.depth - rules.max_staleness)

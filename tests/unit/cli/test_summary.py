@@ -110,7 +110,7 @@ def book(tmp_path):
 
 def report():
     counts = Counts(admitted=12, trained=5, evaluated=2, dropped={"stale": 3, "end_of_run": 1}, open=1)
-    return AuditReport("r", True, 4, 4, 4, counts, 7, 0, 2, [])
+    return AuditReport("r", True, 4, 4, 4, counts, 7, 0, {}, 0, 2, [])
 
 
 def test_the_keys_are_exactly_the_promised_ones(log, control, book):

@@ -1,0 +1,124 @@
+"""Purging on a real bus and store: what goes, what stays, and that the run never notices."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from live.buffer.harness import Fleet, Trainer, connected, leading, seed, settings_for, working
+from support.waiting import until
+from towline.audit.run import audit
+from towline.buffer.dump import dump
+from towline.buffer.janitor import Janitor
+from towline.buffer.replay import read_outcomes, rebuild
+from towline.bus.topology import CONTROL, OUTCOME, TRAJECTORY
+from towline.config import BusSettings, Settings, StoreSettings
+from towline.contract.entries import LogEntry, VersionEntry
+from towline.store.blobs import Blobs
+from towline.store.log import Log
+
+
+class CheckpointingTrainer(Trainer):
+    """Each second version names a checkpoint."""
+
+    async def _append(self, make: Any) -> LogEntry:
+        def with_checkpoint(log: Log, number: int, prev: str) -> LogEntry:
+            entry: LogEntry = make(log, number, prev)
+            if isinstance(entry, VersionEntry) and entry.depth % 2 == 0:
+                fields = {name: getattr(entry, name) for name in entry.__struct_fields__}
+                return VersionEntry(**(fields | {"checkpoint": f"c{entry.depth}"}))
+            return entry
+
+        return await super()._append(with_checkpoint)
+
+
+def purging(run_name: str, bus_settings: BusSettings, store: StoreSettings, steps: int) -> Settings:
+    return settings_for(run_name, bus_settings, store, run={"name": run_name, "steps": steps}, eval={"every": 0}, buffer={
+        "group_size": 2, "groups_per_batch": 2, "max_staleness": 1, "snapshot_every_records": 12, "keep_history": False,
+    })  # fmt: skip
+
+
+async def acknowledge_rewards(bus: Any, until_sequence: int) -> None:
+    """The scripted fleet scores by itself; the reward consumer's ack floor is moved as reward would."""
+    consumer = await bus.consumer(bus.topology.reward_consumer())
+    while until_sequence > 0:
+        for delivery in await consumer.fetch(256, 0.5):
+            await delivery.ack()
+            until_sequence -= 1
+    await consumer.close()
+    spec = bus.topology.reward_consumer()
+
+    async def taken() -> bool:  # acks aren't waited for
+        info = await bus.jetstream.call("look", f"CONSUMER.INFO.{spec.stream}.{spec.durable}")
+        return bool(info["ack_floor"]["stream_seq"] >= (await bus.stream_state(TRAJECTORY)).last_sequence)
+
+    await until(taken)
+
+
+async def test_history_that_no_restart_needs_goes_and_the_audit_says_so(
+    run_name: str, bus_settings: BusSettings, file_store_settings: StoreSettings
+) -> None:
+    settings = purging(run_name, bus_settings, file_store_settings, 20)
+    async with connected(settings) as (bus, objects):
+        await seed(objects, run_name)
+        trainer = CheckpointingTrainer(bus, objects, settings)
+        async with working(Fleet(bus, objects, settings, fail_every=9)):
+            async with leading(settings, bus, objects) as leader:
+                await trainer.train(until_depth=12)
+                await acknowledge_rewards(bus, (await bus.stream_state(TRAJECTORY)).messages)
+                await until(lambda: leader.state.floor_depth >= 8)
+                found = await leader.janitor.sweep()
+                assert found is not None
+                firsts = [(await bus.stream_state(spec)).first_sequence for spec in (CONTROL, OUTCOME, TRAJECTORY)]
+                assert firsts == [found.control, found.outcome, found.trajectory]
+                assert min(firsts) > 20
+                assert min(b.for_depth for b in leader.state.batches.values() if b.groups) == leader.state.floor_depth
+                live = dump(leader.state)
+                again = await rebuild(bus, Blobs(objects, run_name))
+                await read_outcomes(bus, again)
+                assert dump(again) == live
+                report = await audit(bus, Log(objects, run_name), settings)
+            # A trainer that goes back to the older retained checkpoint finds every batch and trajectory that it needs.
+            forking = asyncio.create_task(CheckpointingTrainer(bus, objects, settings).train(until_depth=20, base_depth=10))
+            async with leading(settings, bus, objects) as leader:
+                await forking
+                await until(lambda: leader.finished)
+        last = await audit(bus, Log(objects, run_name), settings)
+        blobs = list(objects.list(f"{run_name}/blobs/"))
+    assert report.clean, report.lines()
+    assert report.purged == {"CONTROL": firsts[0] - 1, "OUTCOME": firsts[1] - 1, "TRAJECTORY": firsts[2] - 1}
+    assert report.batches_purged > 0
+    assert any(line.startswith("purged as final") for line in report.lines())
+    assert last.clean, last.lines()
+    assert last.finished
+    assert last.depth == 20
+    assert leader.janitor.blobs_deleted > 0 or len(blobs) < 20
+
+
+async def test_kept_history_is_never_purged(run_name: str, bus_settings: BusSettings, file_store_settings: StoreSettings) -> None:
+    settings = settings_for(run_name, bus_settings, file_store_settings, eval={"every": 0}, buffer={
+        "group_size": 2, "groups_per_batch": 2, "snapshot_every_records": 10})  # fmt: skip
+    async with connected(settings) as (bus, objects):
+        await seed(objects, run_name)
+        async with working(Fleet(bus, objects, settings)), leading(settings, bus, objects) as leader:
+            await CheckpointingTrainer(bus, objects, settings).train(until_depth=4)
+            await until(lambda: leader.finished)
+            assert leader.state.floor_depth == 0
+        firsts = [(await bus.stream_state(spec)).first_sequence for spec in (CONTROL, OUTCOME, TRAJECTORY)]
+    assert firsts == [1, 1, 1]
+
+
+async def test_nothing_goes_while_the_newest_snapshot_cant_be_read(
+    run_name: str, bus_settings: BusSettings, file_store_settings: StoreSettings
+) -> None:
+    settings = purging(run_name, bus_settings, file_store_settings, 4)
+    async with connected(settings) as (bus, objects):
+        await seed(objects, run_name)
+        async with working(Fleet(bus, objects, settings)), leading(settings, bus, objects) as leader:
+            await CheckpointingTrainer(bus, objects, settings).train(until_depth=4)
+            await until(lambda: leader.finished)
+        first = (await bus.stream_state(CONTROL)).first_sequence
+        for info in list(objects.list(f"{run_name}/blobs/")):
+            objects.put(info.key, b"rot")
+        assert await Janitor(bus, objects, lambda: leader.state).sweep() is None
+        assert (await bus.stream_state(CONTROL)).first_sequence == first
