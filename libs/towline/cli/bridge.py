@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -57,10 +59,7 @@ def miles(
             code="bridge_option",
         )
     directory, settings = find_run(target)
-    over = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: over.set())
-    signal.signal(signal.SIGINT, lambda *_: over.set())
-    with open_objects(directory, settings) as objects:
+    with _until_told_to_end() as over, open_objects(directory, settings) as objects:
         log = Log(objects, settings.run.name)
         side: Exporter | Importer = (
             Exporter(objects, log, watch, encoding=chosen, checksum=checksum, reader=_reader(watch))
@@ -80,6 +79,18 @@ def miles(
                 wait = min(2 * wait, MAX_BACKOFF_SECONDS)
             if once or over.wait(wait):
                 return
+
+
+@contextlib.contextmanager
+def _until_told_to_end() -> Iterator[threading.Event]:
+    """Set by SIGTERM or Ctrl-C: the version that is on its way is finished first."""
+    over = threading.Event()
+    kept = {number: signal.signal(number, lambda *_: over.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield over
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
 
 
 def _reader(watch: Path) -> str:

@@ -6,6 +6,7 @@ host that exports the run writes the same folders, numbers grow by one, and a fo
 
 from __future__ import annotations
 
+import fcntl
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from towline.store.log import Log
 from towline.store.materialize import materialize
 from towline.store.objects import ObjectStore
 
+LOCK = ".towline.lock"
 HOLD_SECONDS = 1800.0
 MAX_CHAIN = 50
 """A follower that is further behind writes a full checkpoint and goes on from there."""
@@ -35,7 +37,7 @@ class Exported:
 
 
 class Exporter:
-    """Synchronous; one at a time for a folder."""
+    """Synchronous."""
 
     def __init__(
         self,
@@ -57,12 +59,20 @@ class Exporter:
         """(entry number, state) of the newest version that was written or read."""
 
     def step(self) -> list[Exported]:
-        """Write what the run has and the folder lacks. `UsageError` where the folder is another run's."""
+        """Write what the run has and the folder lacks. `UsageError` where the folder is another run's.
+
+        Processes of a host that export to the same folder take turns.
+        """
+        self._root.mkdir(parents=True, exist_ok=True)
+        with (self._root / LOCK).open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return self._step()
+
+    def _step(self) -> list[Exported]:
         self._log.refresh()
         versions = self._log.lineage.versions()
         if not versions:
             raise MissingError(f"run {self._log.run} has no base model yet; its trainer writes it", code="log_empty")
-        self._root.mkdir(parents=True, exist_ok=True)
         there = published(self._root)
         at = there[-1] if there else 0
         if there:

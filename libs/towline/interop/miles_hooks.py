@@ -6,12 +6,9 @@ engine    --custom-pull-weights-pre-read-hook     towline.interop.miles_hooks.pr
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,23 +51,15 @@ def pre_read(source_dir: str, target_version: int) -> None:
     Engines that share the folder take turns. `UnavailableError` where the run hasn't the version within two minutes.
     """
     root = Path(source_dir)
-    root.mkdir(parents=True, exist_ok=True)
     give_up = time.monotonic() + PRE_READ_SECONDS
-    with _turn(root):
-        objects, log = _opened()
-        exporter = Exporter(objects, log, root)
-        while target_version and not any(number >= target_version for number in published(root)):
-            if not exporter.step() and time.monotonic() > give_up:
-                raise UnavailableError(f"run {log.run} has no version {target_version} yet", code="miles_version")
-            if not any(number >= target_version for number in published(root)):
-                time.sleep(_POLL_SECONDS)
-
-
-@contextlib.contextmanager
-def _turn(root: Path) -> Iterator[None]:
-    with (root / ".towline.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    objects, log = _opened()
+    exporter = Exporter(objects, log, root)
+    while target_version and not any(number >= target_version for number in published(root)):
+        if exporter.step():
+            continue
+        if time.monotonic() > give_up:
+            raise UnavailableError(f"run {log.run} has no version {target_version} yet", code="miles_version")
+        time.sleep(_POLL_SECONDS)
 
 
 def _run() -> str:

@@ -54,6 +54,7 @@ class Importer:
         self._state: ModelState = materialize(objects, log, head)
         self.at = _miles_version(log, head)
         """The miles version that the run's latest version is."""
+        self._gap: int | None = None
         self._check_folder(head)
 
     def step(self) -> list[Brought]:
@@ -73,7 +74,8 @@ class Importer:
                 return index
             if index.encoding is None:
                 full = index
-        if later and full is None:
+        if later and full is None and self._gap != later[0]:
+            self._gap = later[0]
             _log.warning("gap", has=self.at, published=later[0])
         return full
 

@@ -36,11 +36,14 @@ from towline.interop.miles_layout import (
     write_delta,
     write_full,
 )
+from towline.store.anchors import record_anchor, upload_anchor
 from towline.store.base import seed_base
+from towline.store.collect import collect
 from towline.store.commit import BroughtEpoch
 from towline.store.keys import new_write_id
 from towline.store.log import Log
 from towline.store.objects import ObjectStore, open_store
+from towline.store.retention import Rules
 from towline.store.versions import VersionFacts, materialize, write_version
 
 from . import foreign
@@ -257,6 +260,26 @@ def test_a_follower_far_behind_writes_one_full_checkpoint(objects: ObjectStore, 
     Importer(objects, log := Log(objects, "copy"), tmp_path / "out", base).step()
     log.refresh()
     assert log.version(log.lineage.latest).step == 5
+
+
+def test_after_a_version_that_retention_gave_up_comes_a_full_checkpoint(objects: ObjectStore, base: Path, tmp_path: Path) -> None:
+    trainer, root = Trainer(objects, base), tmp_path / "out"
+    numbers = [trainer.commit() for _ in range(4)]
+    Exporter(objects, Log(objects, "run"), tmp_path / "other").step()
+    for number in (numbers[2], numbers[3]):
+        record_anchor(objects, "run", upload_anchor(objects, "run", number, new_write_id(), trainer.states[number]))
+    for _ in range(2):
+        collect(objects, trainer.log, Rules(grace_seconds=0.0))
+    done = Exporter(objects, Log(objects, "run"), root).step()
+    assert [(d.miles_version, d.version, d.full) for d in done] == [(3, numbers[2], True), (4, numbers[3], False)]
+    state = foreign.apply(folder_of(root, 4), foreign.apply(folder_of(root, 3), {}))
+    assert same(state, plain(trainer.states[numbers[3]]))
+    assert folder_of(root, 4).joinpath("model.safetensors.index.json").read_bytes() == (
+        folder_of(tmp_path / "other", 4).joinpath("model.safetensors.index.json").read_bytes()
+    )  # hosts agree
+    Importer(objects, log := Log(objects, "copy"), root, base).step()
+    log.refresh()
+    assert log.version(log.lineage.latest).model_digest == trainer.log.version(numbers[3]).model_digest
 
 
 def test_a_folder_of_another_run_is_refused(objects: ObjectStore, base: Path, tmp_path: Path) -> None:
