@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from towline.cli import replay, runs, trajectories, versions
+from towline.cli import replay, runs, trace, trajectories, versions
 from towline.errors import TowlineError
 
 INTERRUPTED = 130
@@ -31,6 +31,7 @@ app.command("status")(runs.status)
 app.command("audit")(runs.audit)
 app.command("serve", context_settings={"allow_extra_args": False})(runs.serve)
 app.command("replay")(replay.replay)
+app.command("trace")(trace.trace)
 app.add_typer(runs.app, name="run")
 app.add_typer(versions.app, name="versions")
 app.add_typer(trajectories.app, name="trajectories")

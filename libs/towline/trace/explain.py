@@ -1,0 +1,100 @@
+"""What became of a sample, in a sentence that a person can act on."""
+
+from __future__ import annotations
+
+from towline.config import Settings
+from towline.trace.life import BatchSeen, Fate, Life, VersionSeen
+
+DROPPED = {
+    "deadline": "its group wasn't complete within buffer.group_deadline_seconds",
+    "stale": "a token's version was more than buffer.max_staleness depths behind the next batch",
+    "off_line": "a token's version went off the line, and buffer.off_line drops such groups",
+    "unknown_version": "it names a version that the LOG doesn't have",
+    "attempts": "one of its samples failed buffer.max_attempts times",
+    "version_gone": "the version to be evaluated can't be had any more, or took longer than eval.deadline_seconds",
+    "end_of_run": "the run had all its steps before the group was batched",
+    "verify": "a sample of the group couldn't be scored",
+    "malformed": "a sample's trajectory couldn't be decoded",
+}
+"""Reason of a drop -> what it means; a stage of a failure may be one, too."""
+
+
+def explain(life: Life, settings: Settings) -> tuple[Fate, str]:
+    """The fate, and why. The standing batch decides first, then a drop, an evaluation, and what is still missing."""
+    batch = life.batch
+    if batch is not None:
+        return _batched(life, batch)
+    if life.evaluated_version is not None:
+        mean = "" if life.evaluated_mean is None else f", whose mean reward is {life.evaluated_mean:.4f}"
+        return "evaluated", f"counts in the evaluation of version {life.evaluated_version}{mean}"
+    if life.dropped is not None:
+        return "dropped", _dropped(life, life.dropped)
+    if life.score is not None:
+        scored = len(life.group_rewards)
+        if scored < life.group_size:
+            return "scored", f"waits for its group: {scored} of {life.group_size} samples are scored"
+        return "scored", f"its group is complete and waits for a batch of {settings.buffer.groups_per_batch} groups"
+    final = [failure for failure in life.failures if failure.final]
+    if final:
+        return "open", f"failed for good ({final[-1].stage}: {final[-1].reason}); the buffer drops its group next"
+    if life.trajectory is not None or life.malformed is not None:
+        return "generated", "its trajectory is in the stream and waits for the reward service"
+    return "open", _waiting(life)
+
+
+def _batched(life: Life, batch: BatchSeen) -> tuple[Fate, str]:
+    where = f"batch {batch.epoch}/{batch.for_depth} (step {batch.for_depth}), {batch.staleness} steps old"
+    void = [other for other in life.batches if other.void_by is not None]
+    after = f"; {len(void)} earlier batches with it were voided by forks" if void else ""
+    if life.version is None:
+        return "batched", f"in {where}; no version of it is committed yet{after}"
+    version: VersionSeen = life.version
+    into = f"version {version.number} (depth {version.depth})"
+    if not batch.same_bytes:
+        return "missing", f"in {where}, but the bytes that the batch names aren't in the stream: {into} was trained without it"
+    if version.skipped:
+        return (
+            "skipped",
+            f"in {where}, which changed nothing (no signal, no rows or numbers that weren't finite); then {into}{after}",
+        )
+    rewards = set(life.group_rewards.values())
+    signal = ""
+    if len(rewards) == 1 and len(life.group_rewards) == life.group_size:
+        signal = "; every sample of its group has the same reward, so its advantage is 0"
+    lost = f"; {version.missing_rows} rows of that version were missing" if version.missing_rows else ""
+    return "trained", f"in {where}, trained into {into}{signal}{lost}{after}"
+
+
+def _dropped(life: Life, reason: str) -> str:
+    text = f"its group was dropped: {reason}"
+    if reason in DROPPED:
+        text += f" ({DROPPED[reason]})"
+    own = life.failures[-1] if life.failures else None
+    if own is not None:
+        return f"{text}; its own last failure was {own.stage}: {own.reason}"
+    if life.malformed is not None:
+        return f"{text}; its trajectory can't be decoded: {life.malformed}"
+    if life.score is not None:
+        missing = life.group_size - len(life.group_rewards)
+        return (
+            f"{text}; it was scored itself, {missing} of its group weren't" if missing else f"{text}; the whole group was scored"
+        )
+    if life.trajectory is not None:
+        return f"{text}; it was generated, never scored"
+    return f"{text}; no trajectory of it ever came"
+
+
+def _waiting(life: Life) -> str:
+    newest = life.attempts[-1] if life.attempts else None
+    text = "no trajectory of it is in the stream"
+    if newest is None:
+        return text
+    if newest.cancelled is not None:
+        return f"{text}; its task at CONTROL {newest.task_sequence} was cancelled ({newest.cancelled})"
+    what = (
+        f"of version {newest.exact_version}"
+        if newest.exact_version is not None
+        else f"of depth {newest.not_before_depth} or more"
+    )
+    failed = f"; {len(life.failures)} attempts failed, the last with {life.failures[-1].stage}" if life.failures else ""
+    return f"{text}: its task waits for a worker {what}, or is being generated{failed}"

@@ -1,0 +1,274 @@
+"""Finds all that a run recorded of one sample, and says what became of it and why."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from dataclasses import replace
+from typing import Any
+
+from towline.bundle.source import Source
+from towline.bus.client import Message
+from towline.bus.topology import CONTROL, DEAD, OUTCOME, TRAJECTORY
+from towline.contract.codec import digest, plain
+from towline.contract.control import (
+    AdmitRecord,
+    BatchRecord,
+    CancelRecord,
+    DropRecord,
+    EvalRecord,
+    ForkRecord,
+    Record,
+    ReissueRecord,
+    TaskRecord,
+    decode_control,
+)
+from towline.contract.outcome import Score, decode_outcome
+from towline.contract.task import Task
+from towline.contract.trajectory import Trajectory, decode_trajectory
+from towline.errors import MalformedError, MissingError
+from towline.store.lineage import Lineage
+from towline.trace.explain import explain
+from towline.trace.life import (
+    Attempt,
+    BatchSeen,
+    FailureSeen,
+    Generated,
+    Life,
+    Scored,
+    Serving,
+    SpanSeen,
+    TokenSeen,
+    VersionSeen,
+)
+from towline.verifiers.tokenizer import Tokenizer
+
+
+async def trace(source: Source, group: int, sample: int, tokenizer: Tokenizer | None = None) -> Life:
+    """The life of GROUP.SAMPLE. `MissingError` where the run knows no such sample.
+
+    tokenizer: decodes the tokens for people; token IDs are there in any case.
+    """
+    life = Life(run=source.settings.run.name, group=group, sample=sample)
+    message = await source.last(TRAJECTORY, source.topology.trajectory(group, sample))
+    stored = None if message is None else digest(message.data)
+    await _control(source, life, stored)
+    if message is not None:
+        await asyncio.to_thread(_trajectory, life, message, source.log.lineage, tokenizer)
+    await _outcomes(source, life, stored)
+    await _dead(source, life)
+    if not life.attempts and not life.batches and message is None:
+        raise MissingError(f"{source.where} knows no sample {life.name}; see `towline trajectories list`", code="sample_missing")
+    _version(source, life)
+    life.replicas = await _replicas(source, life)
+    life.fate, life.explanation = explain(life, source.settings)
+    return life
+
+
+async def _control(source: Source, life: Life, stored: bytes | None) -> None:
+    async with contextlib.aclosing(source.read(CONTROL)) as messages:
+        async for message in messages:
+            _record(life, decode_control(message.data), message, stored)
+
+
+def _record(life: Life, record: Record, message: Message, stored: bytes | None) -> None:
+    key = (life.group, life.sample)
+    match record:
+        case TaskRecord(task=task) if (task.group, task.sample) == key:
+            _admitted(life, task)
+            life.attempts.append(_attempt(task, message, None))
+        case ReissueRecord(task=task) if (task.group, task.sample) == key:
+            life.attempts.append(_attempt(task, message, record.reason))
+        case AdmitRecord() if (record.group, record.sample) == key:
+            life.lane, life.group_size = record.lane, record.group_size
+        case CancelRecord() if (record.group, record.sample) == key:
+            life.attempts = [
+                replace(attempt, cancelled=record.reason) if attempt.task_sequence == record.task_sequence else attempt
+                for attempt in life.attempts
+            ]
+        case DropRecord() if record.group == life.group:
+            life.dropped, life.dropped_at = record.reason, message.at
+        case BatchRecord():
+            for row in record.rows:
+                if (row.group, row.sample) == key:
+                    life.batches.append(
+                        BatchSeen(
+                            sequence=message.sequence, epoch=record.epoch, for_depth=record.for_depth, at=record.at,
+                            reward=row.reward, least_depth=row.least_depth, rows=len(record.rows), void_by=None,
+                            same_bytes=row.digest == stored,
+                        )
+                    )  # fmt: skip
+        case ForkRecord():
+            life.batches = [
+                replace(batch, void_by=record.epoch)
+                if batch.void_by is None and batch.for_depth >= record.depth and batch.epoch != record.epoch
+                else batch
+                for batch in life.batches
+            ]
+        case EvalRecord():
+            if any((row.group, row.sample) == key for row in record.rows):
+                life.evaluated_version, life.evaluated_mean = record.version, record.mean
+        case _:
+            pass
+
+
+def _admitted(life: Life, task: Task) -> None:
+    life.lane, life.group_size = task.lane, task.group_size
+    ref = task.prompt_ref
+    life.prompt = {
+        "source": ref.source, "epoch": ref.epoch, "index": ref.index, "environment": task.environment,
+        "reference": task.reference, "tokens": task.prompt_tokens.tolist(), "sampling": plain(task.sampling), "seed": task.seed,
+    }  # fmt: skip
+
+
+def _attempt(task: Task, message: Message, reason: str | None) -> Attempt:
+    return Attempt(
+        task_sequence=message.sequence,
+        number=task.attempt,
+        at=task.admitted_at if reason is None else message.at,
+        reissued=reason,
+        not_before_depth=task.not_before_depth,
+        exact_version=task.exact_version,
+        deadline=task.deadline,
+    )
+
+
+def _trajectory(life: Life, message: Message, lineage: Lineage, tokenizer: Tokenizer | None) -> None:
+    try:
+        found = decode_trajectory(message.data)
+    except MalformedError as error:
+        life.malformed = error.message
+        return
+    life.lane, life.group_size = found.lane, found.group_size
+    if life.prompt is None:  # a sample from outside
+        ref = found.prompt_ref
+        life.prompt = {"source": ref.source, "epoch": ref.epoch, "index": ref.index, "reference": found.reference}
+    known = set(lineage.versions())
+    start = int(found.loss_mask.argmax())
+    life.trajectory = Generated(
+        sequence=message.sequence,
+        digest=digest(message.data).hex(),
+        at=message.at,
+        pulled_at=found.timings.pulled_at,
+        finished_at=found.timings.finished_at,
+        queue_seconds=found.timings.queue_seconds,
+        generate_seconds=found.timings.generate_seconds,
+        replica=found.replica,
+        engine=found.engine,
+        attempt=found.attempt,
+        task_sequence=found.task_sequence,
+        finish=found.finish,
+        seed=found.seed,
+        temperature=found.sampling.temperature,
+        policy_tokens=found.policy_tokens,
+        spans=tuple(
+            SpanSeen(
+                start=span.start,
+                end=span.end,
+                version=span.version,
+                cut=span.cut,
+                depth=lineage.depth(span.version) if span.version in known else None,
+                on_line=span.version in known and lineage.on_line(span.version),
+            )
+            for span in found.version_spans
+        ),
+        tokens=_tokens(found, tokenizer),
+        prompt_text=None if tokenizer is None else tokenizer.decode(found.tokens[:start].tolist(), skip_special_tokens=False),
+        response_text=None if tokenizer is None else tokenizer.decode(found.tokens[start:].tolist(), skip_special_tokens=False),
+    )
+
+
+def _tokens(trajectory: Trajectory, tokenizer: Tokenizer | None) -> tuple[TokenSeen, ...]:
+    versions = {position: span.version for span in trajectory.version_spans for position in range(span.start, span.end)}
+    return tuple(
+        TokenSeen(
+            id=int(token),
+            text=None if tokenizer is None else tokenizer.decode([int(token)], skip_special_tokens=False),
+            logprob=float(trajectory.logprobs[position]) if position in versions else None,
+            version=versions.get(position),
+        )
+        for position, token in enumerate(trajectory.tokens)
+    )
+
+
+async def _outcomes(source: Source, life: Life, stored: bytes | None) -> None:
+    topology = source.topology
+    subjects = [topology.subject(f"outcome.score.{life.group}.*"), topology.failure(life.group, life.sample)]
+    async with contextlib.aclosing(source.read(OUTCOME, subjects=subjects)) as messages:
+        async for message in messages:
+            outcome = decode_outcome(message.data)
+            if not isinstance(outcome, Score):
+                life.failures.append(
+                    FailureSeen(
+                        at=message.at, task_sequence=outcome.task_sequence, delivery=outcome.delivery, stage=outcome.stage,
+                        final=outcome.final, reason=outcome.reason, replica=outcome.replica,
+                    )
+                )  # fmt: skip
+                continue
+            life.group_rewards[outcome.sample] = outcome.reward
+            if outcome.sample == life.sample:
+                life.score = Scored(
+                    at=message.at,
+                    reward=outcome.reward,
+                    components=outcome.components,
+                    verifier=outcome.verifier,
+                    same_bytes=outcome.trajectory_digest == stored,
+                )
+
+
+async def _dead(source: Source, life: Life) -> None:
+    mine = source.topology.trajectory(life.group, life.sample)
+    async with contextlib.aclosing(source.read(DEAD)) as messages:
+        async for message in messages:
+            if _context(message).get("subject") == mine:
+                life.dead.append(message.headers.get("Towline-Reason", ""))
+
+
+def _context(message: Message) -> dict[str, Any]:
+    try:
+        found = json.loads(message.headers.get("Towline-Context", "{}"))
+    except ValueError:  # cut off at the length that a header may have
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _version(source: Source, life: Life) -> None:
+    """The version that the standing batch went into, if it's committed: the line's first of at least the next depth."""
+    batch, lineage = life.batch, source.log.lineage
+    if batch is None:
+        return
+    number = lineage.version_reaching(batch.for_depth + 1)
+    if number is None or lineage.epoch_of(number) != batch.epoch:
+        return
+    entry = source.log.version(number)
+    life.version = VersionSeen(
+        number=number,
+        depth=entry.depth,
+        at=entry.at,
+        skipped=batch.for_depth in entry.skipped,
+        missing_rows=entry.missing_rows,
+        on_line=lineage.on_line(number),
+    )
+
+
+async def _replicas(source: Source, life: Life) -> list[Serving]:
+    if life.version is None:
+        return []
+    lineage, number = source.log.lineage, life.version.number
+    known = set(lineage.versions())
+    found = []
+    for ack in await source.acks():
+        if ack.version == number:
+            relation = "serves it"
+        elif ack.version not in known or not lineage.on_line(ack.version):
+            relation = "off the line"
+        else:
+            relation = "serves a later one" if lineage.is_ancestor(number, ack.version) else "not there yet"
+        found.append(
+            Serving(
+                replica=ack.replica, version=ack.version, at=ack.at, relation=relation,  # type: ignore[arg-type]
+                probe_max_abs_diff=ack.probe_max_abs_diff,
+            )
+        )  # fmt: skip
+    return found
