@@ -118,6 +118,20 @@ class BufferSettings(_Section):
     max_attempts: Count = 8
     """Failed attempts of one sample before its group is dropped."""
     off_line: Literal["drop", "keep"] = "drop"
+    policy: str = "stalest_first"
+    """Which complete groups are batched first: stalest_first, fifo, freshest_first, priority, or module:name of one's own."""
+    tail_wait_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """A batch waits for groups that would be too stale for the next one, up to this long after their admission."""
+    over_stale: Literal["drop", "requeue"] = "drop"
+    """What becomes of a group over the bound; requeue: its prompt is admitted again as a new group."""
+    oversample: Annotated[float, Field(ge=1)] = 1.0
+    """Groups admitted for each one that a batch takes; what is too many becomes stale, and is dropped as that."""
+    filter_equal_rewards: bool = False
+    """Dynamic filtering: drop complete groups whose rewards are all equal (they have no advantage), as `equal_rewards`."""
+    max_resample_rounds: Annotated[int, Field(ge=0)] = 10
+    """Batches' worth of filtered and requeued groups in a row after which the run flushes what it has, or ends; 0: no limit."""
+    min_batch_groups: Count = 1
+    """The least that a flushed batch may hold, at the data's end or after max_resample_rounds."""
     snapshot_every_records: Count = 20_000
     keep_history: bool = True
     """False: what no restart can need any more is purged from CONTROL, TRAJECTORY and OUTCOME (docs/design/020-buffer.md)."""

@@ -29,6 +29,8 @@ class TaskRecord(ControlRecord, frozen=True, kw_only=True, tag="task"):
     """A sample is admitted."""
 
     task: Task
+    requeues: int | msgspec.UnsetType = msgspec.UNSET
+    """The dropped group whose prompt this group has again."""
 
 
 class ReissueRecord(ControlRecord, frozen=True, kw_only=True, tag="reissue"):
@@ -67,6 +69,8 @@ class DropRecord(ControlRecord, frozen=True, kw_only=True, tag="drop"):
     group: int
     samples: int
     reason: str
+    requeue: bool | msgspec.UnsetType = msgspec.UNSET
+    """Its prompt is admitted again, as a new group."""
 
 
 class CancelRecord(ControlRecord, frozen=True, kw_only=True, tag="cancel"):

@@ -23,23 +23,32 @@ formed: 4 open + 4 batched = 8, no room. Two open groups are dropped: 6, so 2 ar
 batch is consumed, 4 wait, 4 are admitted. A fork back to depth 0 voids it: 4 + 8 = 12 > 8; nothing is admitted until the
 batch for depth 0, formed anew, is consumed. At depth 99 one batch is left: 4 groups, whatever the staleness.
 
+With oversampling or dynamic filtering, `groups_per_batch` above is admitted_per_batch = ceil(groups_per_batch * oversample):
+the surplus is never trained and becomes stale. Prompts of requeued groups come before new ones. In Reverb's words this is a
+rate limiter with samples-per-insert 1: a group is inserted while inserts - deletes - consumed <= error buffer, which is
+(1 + max_staleness) * admitted_per_batch groups; the trainer blocks on a missing batch, so the other side has no slack.
+
 The place in the queue gives a task its not_before_depth: the i-th waiting group (from 0) is trained at depth + i //
 groups_per_batch at the earliest, so a version max_staleness below that, and no fresher one, is what it needs.
 """
 
 from __future__ import annotations
 
+from msgspec import UNSET, UnsetType
+
 from towline.buffer.view import Unit, View, seed_of
 from towline.contract.control import TaskRecord
 from towline.contract.task import TRAIN, Task, pack_tokens
-from towline.environment.prompts import draw, exhausted
+from towline.environment.prompts import Prompt, draw, exhausted
 
 
 def allowance(view: View) -> int:
     """How many groups may be admitted now."""
     rules, depth = view.rules, view.depth
     ahead = min(1 + rules.max_staleness, rules.steps - depth)
-    room = ahead * rules.groups_per_batch - view.state.waiting_groups(depth)
+    if view.resampled_out:
+        return 0
+    room = ahead * rules.admitted_per_batch - view.state.waiting_groups(depth)
     return max(0, min(room, rules.max_open_groups - len(view.state.open_train)))
 
 
@@ -48,11 +57,16 @@ def admit(view: View) -> list[Unit]:
     rules, state, source = view.rules, view.state, view.sources.train
     cursor, depth = state.cursor, view.depth
     waiting = state.waiting_groups(depth)
+    waiting_again = iter(state.requeue.items())
     units: list[Unit] = []
     for place in range(waiting, waiting + allowance(view)):
-        if exhausted(source, cursor):
+        again = next(waiting_again, None)
+        if again is not None:
+            prompt = Prompt(again[1].prompt_tokens.tolist(), again[1].prompt_ref, again[1].reference)
+        elif exhausted(source, cursor):
             break
-        prompt, cursor = draw(source, cursor)
+        else:
+            prompt, cursor = draw(source, cursor)
         group = state.next_group + len(units)
         task = Task(
             run=rules.run,
@@ -67,17 +81,19 @@ def admit(view: View) -> list[Unit]:
             environment=rules.environment,
             sampling=rules.sampling,
             seed=0,
-            not_before_depth=max(0, depth + place // rules.groups_per_batch - rules.max_staleness),
+            not_before_depth=max(0, depth + place // rules.admitted_per_batch - rules.max_staleness),
             admitted_at=view.now,
             deadline=view.now + rules.group_deadline_seconds,
         )
-        units.append(group_unit(task, [seed_of(rules.seed, TRAIN, group, i) for i in range(rules.group_size)]))
+        units.append(group_unit(task, [seed_of(rules.seed, TRAIN, group, i) for i in range(rules.group_size)],
+                                requeues=UNSET if again is None else again[0]))  # fmt: skip
     return units
 
 
-def group_unit(task: Task, seeds: list[int]) -> Unit:
+def group_unit(task: Task, seeds: list[int], *, requeues: int | UnsetType = UNSET) -> Unit:
     """The tasks of one group, which differ in sample and seed."""
     fields = {name: getattr(task, name) for name in task.__struct_fields__}
     return tuple(
-        TaskRecord(writer="", task=Task(**(fields | {"sample": index, "seed": seed}))) for index, seed in enumerate(seeds)
+        TaskRecord(writer="", task=Task(**(fields | {"sample": index, "seed": seed})), requeues=requeues)
+        for index, seed in enumerate(seeds)
     )

@@ -1,4 +1,4 @@
-"""The next batch: once per (epoch, for_depth), of whole groups, the stalest first.
+"""The next batch: once per (epoch, for_depth), of whole groups, in the order of the run's policy.
 
 `tidying` has dropped every group over the bound before this is asked, so what is complete may train. A batch may be formed
 before the trainer has consumed the one before it; how far ahead, the bound on staleness says.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from heapq import nsmallest
 
+from towline.buffer.groups import Group
+from towline.buffer.policies.base import Candidate
 from towline.buffer.view import Unit, View
 from towline.contract.control import BatchRecord, BatchRow
 from towline.errors import InvariantError
@@ -22,15 +24,12 @@ def batch(view: View) -> list[Unit]:
     if len(state.complete) < rules.groups_per_batch and not _flush(view):
         return []
     effective = {version: view.lineage.effective_depth(version) for version in state.by_version}
-    chosen = nsmallest(
-        rules.groups_per_batch,
-        (
-            (min(effective[version] for version in state.groups[number].versions()), number)
-            for number in state.complete
-        ),
-    )  # fmt: skip
+    if _waits_for_tail(view, effective):
+        return []
+    candidates = (_candidate(state.groups[number], effective) for number in state.complete)
+    chosen = nsmallest(rules.groups_per_batch, candidates, key=lambda c: (rules.policy(c), c.number))
     rows: list[BatchRow] = []
-    for _, number in chosen:
+    for number in (candidate.number for candidate in chosen):
         for index, scored in state.groups[number].rows():
             least = min(effective[version] for version in scored.versions)
             if depth - least > rules.max_staleness:
@@ -39,6 +38,33 @@ def batch(view: View) -> list[Unit]:
     return [(BatchRecord(writer="", epoch=state.epoch, for_depth=depth, rows=tuple(rows), at=view.now),)]
 
 
+def _candidate(group: Group, effective: dict[int, int]) -> Candidate:
+    scored = [found for _, found in group.rows()]
+    return Candidate(
+        group.number,
+        min(effective[version] for found in scored for version in found.versions),
+        tuple(found.reward for found in scored),
+        sum(found.policy_tokens for found in scored),
+        group.task.reference if group.task is not None else {},
+    )
+
+
+def _waits_for_tail(view: View, effective: dict[int, int]) -> bool:
+    """Whether a group that has its last chance in this batch lacks samples, and is young enough to be waited for."""
+    state, rules = view.state, view.rules
+    if not rules.tail_wait_seconds or view.out_of_data:
+        return False
+    for version, holders in state.by_version.items():
+        if effective[version] > state.next_depth - rules.max_staleness:
+            continue
+        for number in holders:
+            task = state.groups[number].task
+            if number not in state.complete and task is not None and task.admitted_at + rules.tail_wait_seconds > view.now:
+                return True
+    return False
+
+
 def _flush(view: View) -> bool:
-    """Whether the prompts have ended and every group is in: then a batch may be smaller, for there won't be more."""
-    return view.out_of_data and len(view.state.complete) == len(view.state.open_train)
+    """Whether a batch may be smaller: the prompts have ended and every group is in, or resampling gives no more."""
+    ended = view.out_of_data and len(view.state.complete) == len(view.state.open_train)
+    return (ended or view.resampled_out) and len(view.state.complete) >= view.rules.min_batch_groups

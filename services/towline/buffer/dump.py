@@ -11,7 +11,7 @@ from towline.buffer.groups import Batch, Group
 from towline.buffer.state import State
 from towline.contract.codec import SCHEMA, decode, encode
 from towline.contract.control import EndRecord
-from towline.contract.task import Cursor
+from towline.contract.task import Cursor, Task
 
 
 class Dump(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,12 +37,17 @@ class Dump(msgspec.Struct, frozen=True, kw_only=True):
     newest_eval: int
     ended: EndRecord | None
     floor_depth: int = 0
+    requeue: tuple[tuple[int, Task], ...] = ()
+    resampled: int = 0
+    scored_samples: int = 0
+    scored_tokens: int = 0
+    mixed_samples: int = 0
 
 
 _PLAIN = (
     "control_sequence", "outcome_sequence", "writer", "next_group", "cursor", "epoch", "fork_depth", "fork_sequence",
     "next_depth", "admitted", "evaluated", "newest_eval", "ended",
-    "floor_depth",
+    "floor_depth", "resampled", "scored_samples", "scored_tokens", "mixed_samples",
 )  # fmt: skip
 _decoder = msgspec.msgpack.Decoder(Dump)
 
@@ -54,6 +59,7 @@ def dump(state: State) -> Dump:
         dropped=dict(sorted(state.dropped.items())),
         evals=dict(sorted(state.evals.items())),
         eval_groups=dict(sorted(state.eval_groups.items())),
+        requeue=tuple(state.requeue.items()),
         groups=tuple(state.groups[number] for number in sorted(state.groups)),
         batches=tuple(state.batches[depth] for depth in sorted(state.batches)),
     )
@@ -65,6 +71,7 @@ def load(facts: Dump) -> State:
     for name in _PLAIN:
         setattr(state, name, getattr(facts, name))
     state.dropped, state.evals, state.eval_groups = dict(facts.dropped), dict(facts.evals), dict(facts.eval_groups)
+    state.requeue = dict(facts.requeue)
     state.batches = {batch.for_depth: batch for batch in facts.batches}
     for group in facts.groups:
         state.groups[group.number] = group

@@ -42,6 +42,10 @@ def figures(state: State, lineage: Lineage, steps: int) -> dict[str, Any]:
         "late": state.late,
         "unpaced": state.unpaced,
         "staleness": staleness(state),
+        "requeue": len(state.requeue),
+        "resampled": state.resampled,
+        "mixed_version_share": state.mixed_samples / state.scored_samples if state.scored_samples else 0.0,
+        **length_bias(state),
         "reward_first": on_line[0][2] if on_line else None,
         "reward_last": on_line[-1][2] if on_line else None,
         "evals": [[version, at, mean] for version, (at, mean) in sorted(state.evals.items())],
@@ -63,6 +67,21 @@ def staleness(state: State) -> Mapping[str, float]:
             p99 = age
             break
     return {"mean": sum(age * n for age, n in counts.items()) / total, "p99": p99, "max": max(counts)}
+
+
+def length_bias(state: State) -> dict[str, float | None]:
+    """Mean policy tokens of the samples in standing batches and of all that were scored; their ratio is 1 where what is
+    trained is as long as what the policy writes. A policy that drops long samples shows here."""
+    samples = sum(batch.samples for batch in state.batches.values())
+    trained = sum(batch.tokens for batch in state.batches.values()) / samples if samples else None
+    tokens = sum(batch.tokens for batch in state.batches.values())
+    scored = state.scored_tokens / state.scored_samples if state.scored_samples else None
+    return {
+        "tokens_trained_mean": trained,
+        "tokens_scored_mean": scored,
+        "staleness_token_mean": sum(b.token_staleness for b in state.batches.values()) / tokens if tokens else 0.0,
+        "length_bias": trained / scored if trained is not None and scored else None,
+    }
 
 
 LOOKED_AT = 1000

@@ -88,6 +88,11 @@ class Group(msgspec.Struct):
         return self.scores == self.size
 
     @property
+    def flat(self) -> bool:
+        """Complete, and all rewards are equal: no sample has an advantage over another."""
+        return self.complete and self.size > 1 and len({scored.reward for _, scored in self.rows()}) == 1
+
+    @property
     def is_train(self) -> bool:
         return self.lane == TRAIN
 
@@ -140,3 +145,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
     samples: int
     staleness: dict[int, int]
     """for_depth - least depth -> how many of its samples."""
+    tokens: int = 0
+    """Policy tokens of its samples."""
+    token_staleness: int = 0
+    """Sum of (for_depth - least depth) * policy tokens."""

@@ -50,7 +50,7 @@ async def read_outcomes(bus: Bus, state: State) -> bool:
     whole = state.outcome_sequence <= (await bus.stream_state(OUTCOME)).last_sequence
     if not whole:
         _log.warning("outcome_regressed", cursor=state.outcome_sequence)
-        state.outcome_sequence = 0
+        state.outcome_sequence = state.scored_samples = state.scored_tokens = state.mixed_samples = 0
     async for message in bus.read(OUTCOME, start=state.outcome_sequence + 1, follow=False):
         if apply_outcome(state, message.data, message.sequence) == UNKNOWN_TASK:
             raise regressed(f"CONTROL ends at {state.control_sequence}, OUTCOME {message.sequence} is of a later task")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
+from towline.buffer.policies.base import Policy, load_policy
+from towline.buffer.policies.stalest_first import stalest_first
 from towline.config import Settings
 from towline.contract.task import SamplingParams
 from towline.errors import UsageError
@@ -33,6 +36,18 @@ class Rules:
     eval_samples: int
     eval_deadline_seconds: float
     eval_sampling: SamplingParams
+    policy: Policy = stalest_first
+    tail_wait_seconds: float = 0.0
+    requeue_stale: bool = False
+    oversample: float = 1.0
+    filter_equal_rewards: bool = False
+    max_resample_rounds: int = 0
+    min_batch_groups: int = 1
+
+    @property
+    def admitted_per_batch(self) -> int:
+        """Groups admitted for each batch."""
+        return math.ceil(self.groups_per_batch * self.oversample)
 
 
 def rules_from(settings: Settings, *, stop_token_ids: tuple[int, ...]) -> Rules:
@@ -43,6 +58,11 @@ def rules_from(settings: Settings, *, stop_token_ids: tuple[int, ...]) -> Rules:
             f"buffer.max_open_groups = {buffer.max_open_groups} is below buffer.groups_per_batch = {buffer.groups_per_batch}: "
             "no batch could ever be complete; raise the first or lower the second",
             code="max_open_groups",
+        )
+    if buffer.min_batch_groups > buffer.groups_per_batch:
+        raise UsageError(
+            f"buffer.min_batch_groups = {buffer.min_batch_groups} is above buffer.groups_per_batch = {buffer.groups_per_batch}",
+            code="min_batch_groups",
         )
     keep: Literal["drop", "keep"] = buffer.off_line
     params = SamplingParams(
@@ -76,4 +96,11 @@ def rules_from(settings: Settings, *, stop_token_ids: tuple[int, ...]) -> Rules:
             top_k=params.top_k,
             stop_token_ids=params.stop_token_ids,
         ),
+        policy=load_policy(buffer.policy),
+        tail_wait_seconds=buffer.tail_wait_seconds,
+        requeue_stale=buffer.over_stale == "requeue",
+        oversample=buffer.oversample,
+        filter_equal_rewards=buffer.filter_equal_rewards,
+        max_resample_rounds=buffer.max_resample_rounds,
+        min_batch_groups=buffer.min_batch_groups,
     )

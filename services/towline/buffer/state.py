@@ -31,11 +31,12 @@ from towline.contract.control import (
     WriterRecord,
 )
 from towline.contract.outcome import Failure, Outcome, Score
-from towline.contract.task import Cursor, Task
+from towline.contract.task import TRAIN, Cursor, Task
 from towline.errors import InvariantError
 
 UNCOUNTED_STAGES = ("not_ready", "version_moved")
 """Failures that say nothing about the sample: nobody served the version it needs in time."""
+EQUAL_REWARDS = "equal_rewards"
 _FINAL = {"malformed": "malformed", "verify": "verify_failed"}
 
 
@@ -59,6 +60,15 @@ class State:
         """for_depth -> the batch that stands for it."""
         self.next_depth = 0
         """The depth that the next batch is for: batches follow each other, from the fork's depth on."""
+        self.requeue: dict[int, Task] = {}
+        """Dropped group -> its task: prompts to be admitted again, in order."""
+        self.resampled = 0
+        """Groups that were filtered or requeued since the newest batch or fork."""
+        self.scored_samples = 0
+        """Scores of lane train in OUTCOME, used or late."""
+        self.scored_tokens = 0
+        self.mixed_samples = 0
+        """Of those, the ones whose tokens are of several versions."""
         self.admitted = 0
         """Samples, both lanes."""
         self.evaluated = 0
@@ -79,6 +89,8 @@ class State:
         self.complete: dict[int, None] = {}
         """Open train groups with every score."""
         self.open_train: dict[int, None] = {}
+        self.flat: dict[int, None] = {}
+        """Of those, the ones whose rewards are all equal."""
         self.open_eval: dict[int, dict[int, None]] = {}
         """Version -> its eval groups that are neither dropped nor evaluated."""
         self.failing: dict[tuple[int, int], None] = {}
@@ -102,7 +114,9 @@ class State:
             raise InvariantError(f"CONTROL went backwards: {sequence} after {self.control_sequence}", code="stream_regressed")
         self.control_sequence = sequence
         match record:
-            case TaskRecord(task=task):
+            case TaskRecord(task=task, requeues=requeues):
+                if isinstance(requeues, int):
+                    self.requeue.pop(requeues, None)
                 self._admit(task, sequence)
             case ReissueRecord(task=task):
                 self._reissue(task, sequence)
@@ -171,10 +185,13 @@ class State:
                 f"batch {record.epoch}/{depth}, at {sequence}, stands already or is of another epoch", code="twice"
             )
         staleness: dict[int, int] = {}
+        tokens = token_staleness = 0
         numbers: dict[int, int] = {}
         for row in record.rows:
             age = depth - row.least_depth
             staleness[age] = staleness.get(age, 0) + 1
+            tokens += row.policy_tokens
+            token_staleness += age * row.policy_tokens
             numbers[row.group] = numbers.get(row.group, 0) + 1
         for number, rows in numbers.items():
             group = self.groups.get(number)
@@ -186,12 +203,19 @@ class State:
             group.samples = [None if sample is None else Sample(0, 0, 0, 0, scored=sample.scored) for sample in group.samples]
             group.pack()
         self.next_depth = depth + 1
-        self.batches[depth] = Batch(record.epoch, depth, sequence, tuple(numbers), len(record.rows), staleness)
+        self.resampled = 0
+        self.batches[depth] = Batch(
+            record.epoch, depth, sequence, tuple(numbers), len(record.rows), staleness, tokens, token_staleness
+        )
 
     def _drop(self, record: DropRecord) -> None:
         group = self.groups.get(record.group)
         if group is None or group.batch is not None:
             raise InvariantError(f"group {record.group}, dropped as {record.reason}, isn't open", code="not_open")
+        requeue = record.requeue is True
+        if requeue and group.task is not None:
+            self.requeue[record.group] = group.task
+        self.resampled += requeue or record.reason == EQUAL_REWARDS
         self._leave(group)
         del self.groups[record.group]
         self.dropped[record.reason] = self.dropped.get(record.reason, 0) + record.samples
@@ -230,6 +254,7 @@ class State:
             self.ended = None
         void = [depth for depth in range(record.depth, self.next_depth) if depth in self.batches]
         self.next_depth = record.depth
+        self.resampled = 0
         for depth in void:
             for number in self.batches.pop(depth).groups:
                 group = self.groups[number]
@@ -259,6 +284,10 @@ class State:
         """The outcome at `sequence` of OUTCOME. The first score of a sample stands, whichever of its tasks it names: a
         trajectory is create-only per sample, so there is only one. One of a closed group is late."""
         self.outcome_sequence = sequence
+        if isinstance(outcome, Score) and outcome.lane == TRAIN:
+            self.scored_samples += 1
+            self.scored_tokens += outcome.policy_tokens
+            self.mixed_samples += len({span.version for span in outcome.version_spans}) > 1
         group = self.groups.get(outcome.group)
         sample = group.samples[outcome.sample] if group is not None and 0 <= outcome.sample < len(group.samples) else None
         # A trajectory that can't be read says no lane: reward's failure of it has an empty one.
@@ -290,7 +319,7 @@ class State:
         self._index_score(group, sample)
         if group.complete:
             if group.is_train:
-                self.complete[group.number] = None
+                self._index_complete(group)
             elif group.version is not None:
                 self.eval_scores[group.version] = self.eval_scores.get(group.version, 0) + 1
 
@@ -321,13 +350,18 @@ class State:
             for version in sample.scored.versions:
                 self.by_version.setdefault(version, {})[group.number] = None
 
+    def _index_complete(self, group: Group) -> None:
+        self.complete[group.number] = None
+        if group.flat:
+            self.flat[group.number] = None
+
     def enter(self, group: Group) -> None:
         """The group is open (again): into every index that its facts put it in."""
         heapq.heappush(self._deadlines, (group.deadline, group.number))
         if group.is_train:
             self.open_train[group.number] = None
             if group.complete:
-                self.complete[group.number] = None
+                self._index_complete(group)
         elif group.version is not None:
             self.open_eval.setdefault(group.version, {})[group.number] = None
             if group.complete:
@@ -350,6 +384,7 @@ class State:
         number = group.number
         self.open_train.pop(number, None)
         self.complete.pop(number, None)
+        self.flat.pop(number, None)
         self.doomed.pop(number, None)
         if group.version is not None:
             self.open_eval.get(group.version, {}).pop(number, None)

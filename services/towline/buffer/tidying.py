@@ -6,15 +6,18 @@ that is dropped all the same after the restart: every reason below still holds t
 
 from __future__ import annotations
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from towline.buffer.groups import Group, Sample
+from towline.buffer.state import EQUAL_REWARDS
 from towline.buffer.view import Unit, View
 from towline.contract.control import CancelRecord, DropRecord, ReissueRecord
 from towline.errors import MissingError
 
 DEADLINE, STALE, OFF_LINE, UNKNOWN_VERSION = "deadline", "stale", "off_line", "unknown_version"
 ATTEMPTS, VERSION_GONE, END_OF_RUN = "attempts", "version_gone", "end_of_run"
+MAX_RESAMPLE_ROUNDS, MIN_BATCH_GROUPS = "max_resample_rounds", "min_batch_groups"
 
 
 def tidy(view: View) -> list[Unit]:
@@ -23,7 +26,8 @@ def tidy(view: View) -> list[Unit]:
     reasons = _doomed(view)
     units: list[Unit] = []
     for number, reason in reasons.items():
-        units.extend(_drop(state.groups[number], reason))
+        requeue = reason == STALE and view.rules.requeue_stale
+        units.extend(_drop(state.groups[number], reason, requeue=requeue))
     for number, index in dict.fromkeys([*state.failing, *state.stranded, *state.lost]):
         if number not in reasons:
             units.extend(_reissue(view, state.groups[number], index))
@@ -68,19 +72,31 @@ def _doomed(view: View) -> dict[int, str]:
         sample = state.groups[number].samples[index]
         if sample is not None and sample.attempts >= rules.max_attempts:
             reasons.setdefault(number, ATTEMPTS)
+    if rules.filter_equal_rewards:
+        for number in state.flat:
+            reasons.setdefault(number, EQUAL_REWARDS)
+    left = [number for number in state.complete if number not in reasons] if view.out_of_data or view.resampled_out else []
+    if view.resampled_out and len(left) < rules.min_batch_groups:
+        for number in state.open_train:
+            reasons.setdefault(number, MAX_RESAMPLE_ROUNDS)
+    elif view.out_of_data and len(left) == len(state.open_train) and len(left) < rules.min_batch_groups:
+        for number in left:
+            reasons.setdefault(number, MIN_BATCH_GROUPS)
     if view.depth >= rules.steps:
         for number in state.open_train:
             reasons.setdefault(number, END_OF_RUN)
     return reasons
 
 
-def _drop(group: Group, reason: str) -> list[Unit]:
+def _drop(group: Group, reason: str, *, requeue: bool = False) -> list[Unit]:
     units: list[Unit] = [
         (_cancel(group.number, index, sample, reason),)
         for index, sample in enumerate(group.samples)
         if sample is not None and sample.scored is None and not sample.failing and group.task is not None
     ]
-    return [*units, (DropRecord(writer="", lane=group.lane, group=group.number, samples=group.size, reason=reason),)]
+    again = True if requeue and group.task is not None else UNSET
+    record = DropRecord(writer="", lane=group.lane, group=group.number, samples=group.size, reason=reason, requeue=again)
+    return [*units, (record,)]
 
 
 def _cancel(number: int, index: int, sample: Sample, reason: str) -> CancelRecord:

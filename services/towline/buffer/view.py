@@ -41,15 +41,24 @@ class View:
 
     @property
     def out_of_data(self) -> bool:
-        return exhausted(self.sources.train, self.state.cursor)
+        return exhausted(self.sources.train, self.state.cursor) and not self.state.requeue
+
+    @property
+    def resampled_out(self) -> bool:
+        """Whether so many groups were filtered or requeued without a batch that more of the same won't help."""
+        rules = self.rules
+        return 0 < rules.max_resample_rounds * rules.groups_per_batch <= self.state.resampled
 
     @property
     def goal(self) -> str | None:
-        """Why there's nothing left to train, or None: `steps`, or `end_of_data` once all that was admitted is consumed."""
+        """Why there's nothing left to train, or None: `steps`; `end_of_data` once all that was admitted is consumed; or
+        `max_resample_rounds` once what there was is."""
         if self.depth >= self.rules.steps:
             return "steps"
         if self.out_of_data and not self.state.open_train and self.depth >= self.state.next_depth:
             return "end_of_data"
+        if self.resampled_out and not self.state.open_train and self.depth >= self.state.next_depth:
+            return "max_resample_rounds"
         return None
 
     @property

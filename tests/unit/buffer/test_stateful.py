@@ -11,6 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from towline.buffer.decide import decide
 from towline.buffer.dump import dump, encode_state, load
+from towline.buffer.policies.fifo import fifo
+from towline.buffer.policies.freshest_first import freshest_first
+from towline.buffer.policies.stalest_first import stalest_first
 from towline.contract import control
 from towline.contract.codec import encode
 from towline.contract.outcome import Failure, Score, decode_outcome
@@ -18,7 +21,8 @@ from towline.contract.task import VersionSpan
 from unit.buffer.specification import Specification
 from unit.buffer.world import World, rules
 
-INDEXES = ("complete", "open_train", "failing", "doomed", "stranded", "surplus", "by_version", "eval_scores")
+INDEXES = ("complete", "open_train", "failing", "doomed", "stranded", "surplus", "by_version", "eval_scores",
+           "flat", "requeue")  # fmt: skip
 
 
 class BufferMachine(RuleBasedStateMachine):
@@ -26,12 +30,15 @@ class BufferMachine(RuleBasedStateMachine):
 
     @initialize(
         staleness=st.integers(0, 2), keep=st.booleans(), size=st.integers(1, 2), per_batch=st.integers(1, 2),
-        every=st.integers(0, 2),
+        every=st.integers(0, 2), flat=st.booleans(), requeue=st.booleans(), rounds=st.sampled_from([0, 0, 2]),
+        policy=st.sampled_from([stalest_first, fifo, freshest_first]), tail=st.sampled_from([0.0, 40.0]),
     )  # fmt: skip
-    def start(self, staleness: int, keep: bool, size: int, per_batch: int, every: int) -> None:
+    def start(self, staleness: int, keep: bool, size: int, per_batch: int, every: int, flat: bool, requeue: bool, rounds: int,
+              policy: Any, tail: float) -> None:  # fmt: skip
         self.world = World(
             rules(max_staleness=staleness, keep_off_line=keep and staleness > 0, group_size=size, groups_per_batch=per_batch,
-                  steps=5, eval_every=every, eval_prompts=2)
+                  steps=5, eval_every=every, eval_prompts=2, filter_equal_rewards=flat, requeue_stale=requeue,
+                  max_resample_rounds=rounds, policy=policy, tail_wait_seconds=tail)
         )  # fmt: skip
         self.world.append(control.WriterRecord(writer="", at=0.0))
         self.world.base()
