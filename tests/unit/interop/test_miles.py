@@ -22,7 +22,7 @@ from towline.cli.main import app
 from towline.config import StoreSettings
 from towline.delta.files import load_folder, save_folder
 from towline.delta.state import ModelState, RawTensor, TensorSpec, copy_state
-from towline.errors import ConflictError, CorruptError, MissingError, TowlineError, UsageError
+from towline.errors import ConflictError, CorruptError, MissingError, UsageError
 from towline.interop import miles_hooks, miles_host, miles_layout
 from towline.interop.miles_export import Exporter
 from towline.interop.miles_import import Importer
@@ -409,11 +409,13 @@ def test_the_command_follows_until_it_is_told_to_end(
     trainer.commit()
     once = CliRunner().invoke(app, ["bridge", "miles", str(toml), "--watch", str(root), "--once", "--json"])
     assert (once.exit_code, json.loads(once.stdout)["miles_version"]) == (0, 1), once.output
-    with pytest.raises(TowlineError, match="--encoding"):
-        raise (
-            CliRunner().invoke(app, ["bridge", "miles", str(toml), "--watch", str(root), "--encoding", "rot13"]).exception
-            or AssertionError
-        )
+    wrong = CliRunner().invoke(app, ["bridge", "miles", str(toml), "--watch", str(root), "--encoding", "rot13"])
+    assert isinstance(wrong.exception, UsageError)
+    copy = tmp_path / "copy.toml"
+    copy.write_text(toml.read_text().replace('"run"', '"copy"'))
+    into = ["bridge", "miles", str(copy), "--watch", str(root), "--direction", "import", "--base", str(base), "--once", "--json"]
+    brought = CliRunner().invoke(app, into)
+    assert (brought.exit_code, json.loads(brought.stdout)["version"]) == (0, 2), brought.output
     command = [
         sys.executable,
         "-m",
