@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 EXTRAS := torch,local,fast,checksums,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint clean bench-weights
+.PHONY: help setup demo test lint clean bench-weights sglang-venv test-sglang
 
 help:
 	@echo "make setup   the virtual environment (the other targets call it; nothing to do: under a second)"
@@ -15,6 +15,8 @@ help:
 	@echo "make test    ruff, mypy, pytest"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make bench-weights   weight deltas on real optimiser steps, against others' ways (both cores idle; ARGS=--check)"
+	@echo "make sglang-venv   an SGLang that serves on a CPU, in .venv-sglang (2.7 GB; on a GPU machine: pip install sglang)"
+	@echo "make test-sglang   the tests on real SGLang servers (minutes)"
 	@echo "make clean   remove caches and runs/; .venv stays"
 
 setup: $(STAMP)
@@ -42,6 +44,21 @@ lint: setup
 
 test: lint
 	@$(BIN)/pytest --quiet
+
+SGLANG := libs/towline/engine/sglang/requirements-cpu.txt
+SGLANG_VENV := .venv-sglang
+
+sglang-venv: $(SGLANG_VENV)/.stamp
+
+$(SGLANG_VENV)/.stamp: $(SGLANG)
+	@test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	@echo "installing SGLang (a few minutes; pip's complaints about its CUDA dependencies are expected)"
+	@$(SGLANG_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps sglang==0.5.23
+	@$(SGLANG_VENV)/bin/python -m pip install -q --disable-pip-version-check --requirement $(SGLANG)
+	@touch $@
+
+test-sglang: setup sglang-venv
+	@$(BIN)/pytest --quiet -m sglang tests/sglang
 
 clean:
 	@rm -rf runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -17,6 +17,13 @@ def make_engine(settings: RolloutSettings) -> Engine:
                 slots=settings.slots, device=settings.device, dtype=settings.dtype, threads=settings.threads,
                 max_context_tokens=settings.max_context_tokens, **settings.arguments,
             )  # fmt: skip
+        if settings.engine == "sglang":
+            from towline.engine.sglang.engine import SglangEngine
+
+            return SglangEngine(
+                slots=settings.slots, device=settings.device, dtype=settings.dtype, threads=settings.threads,
+                max_context_tokens=settings.max_context_tokens, **settings.arguments,
+            )  # fmt: skip
         if settings.engine == "synthetic":
             from towline.engine.synthetic import SyntheticEngine
 
@@ -28,6 +35,6 @@ def make_engine(settings: RolloutSettings) -> Engine:
     except TypeError as error:
         raise UsageError(f"rollout.arguments: {error}", code="engine_arguments") from error
     raise UsageError(
-        f"rollout.engine = {settings.engine!r} isn't part of this installation; use 'torch' or 'synthetic'",
+        f"rollout.engine = {settings.engine!r} isn't part of this installation; use 'torch', 'sglang' or 'synthetic'",
         code="engine_missing",
     )

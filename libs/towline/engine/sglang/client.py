@@ -1,0 +1,126 @@
+"""SGLang's HTTP API, as far as an engine needs it: each call has a time-out, and what goes wrong is one of our errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+
+from towline.errors import EngineError, UnavailableError
+
+CALL_SECONDS = 20.0
+UPDATE_SECONDS = 600.0
+STREAM_SECONDS = 600.0
+"""Longest silence of a stream: the wait for a place in the batch, or a pause."""
+NOTHING = "gARdlC4="
+"""What SGLang wants instead of tensors, for one rank: base64 of an empty list as Python pickles it. The weights are in a
+file that the loader opens, so nothing is pickled here, and SGLang unpickles this constant alone."""
+
+
+class SglangClient:
+    """One server at `url`. Raises `UnavailableError` where it can't be reached, `EngineError` where it refuses."""
+
+    def __init__(self, url: str, *, connections: int) -> None:
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            timeout=httpx.Timeout(CALL_SECONDS),
+            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+            trust_env=False,
+        )
+        self.url = url
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def model_info(self) -> dict[str, Any]:
+        """Answers while the server is paused too, where /health would hang."""
+        return await self._call("GET", "/model_info")
+
+    async def generate_once(self, body: dict[str, Any]) -> dict[str, Any]:
+        return await self._call("POST", "/generate", body, seconds=STREAM_SECONDS)
+
+    async def generate(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The answer so far, again and again; each one holds those before it."""
+        timeout = httpx.Timeout(CALL_SECONDS, read=STREAM_SECONDS)
+        try:
+            async with self._http.stream("POST", "/generate", json=body | {"stream": True}, timeout=timeout) as response:
+                if response.status_code != 200:
+                    raise _refusal("/generate", response.status_code, await response.aread())
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        answer = json.loads(line[6:])
+                        if "error" in answer:
+                            raise EngineError(f"SGLang refused a request: {_message(answer)}", code="engine_request")
+                        yield answer
+        except httpx.HTTPError as error:
+            raise _unreachable("/generate", error) from error
+        except json.JSONDecodeError as error:
+            raise EngineError(f"SGLang's stream can't be read: {error}", code="engine_answer") from error
+
+    async def abort(self, rid: str) -> None:
+        await self._call("POST", "/abort_request", {"rid": rid})
+
+    async def pause(self, mode: str) -> None:
+        await self._call("POST", "/pause_generation", {"mode": mode}, seconds=UPDATE_SECONDS)
+
+    async def resume(self) -> None:
+        await self._call("POST", "/continue_generation", {"torch_empty_cache": False})
+
+    async def run_loader(self, loader: str, *, ranks: int, label: str | None, flush: bool) -> None:
+        """Make every rank run the custom weight loader; `EngineError` with its reason where one failed."""
+        await self._call("POST", "/begin_weight_update", {"selector": "target"}, seconds=UPDATE_SECONDS)
+        body: dict[str, Any] = {
+            # One entry a rank: a shorter list would end the server.
+            "serialized_named_tensors": [NOTHING] * ranks,
+            "load_format": loader,
+            "flush_cache": flush,
+            "selector": "target",
+        }
+        try:
+            await self._call("POST", "/update_weights_from_tensor", body | ({"weight_version": label} if label else {}),
+                             seconds=UPDATE_SECONDS)  # fmt: skip
+        finally:
+            await self._call("POST", "/end_weight_update", {}, seconds=UPDATE_SECONDS)
+
+    async def load_folder(self, folder: str, *, label: str, flush: bool) -> None:
+        """Load the folder's tensors over the live ones; those that it lacks stay."""
+        body = {"model_path": folder, "weight_version": label, "flush_cache": flush}
+        await self._call("POST", "/update_weights_from_disk", body, seconds=UPDATE_SECONDS)
+
+    async def _call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, seconds: float = CALL_SECONDS
+    ) -> dict[str, Any]:
+        try:
+            response = await self._http.request(method, path, json=body, timeout=httpx.Timeout(CALL_SECONDS, read=seconds))
+        except httpx.HTTPError as error:
+            raise _unreachable(path, error) from error
+        try:
+            answer = response.json() if response.content else {}
+        except ValueError:
+            answer = {}
+        if response.status_code != 200 or (isinstance(answer, dict) and answer.get("success") is False):
+            raise _refusal(path, response.status_code, response.content)
+        return answer if isinstance(answer, dict) else {"answer": answer}
+
+
+def _unreachable(path: str, error: Exception) -> UnavailableError:
+    return UnavailableError(
+        f"SGLang can't be reached at {path}: {type(error).__name__} {error}".rstrip(), code="engine_unreachable"
+    )
+
+
+def _refusal(path: str, status: int, content: bytes) -> EngineError:
+    try:
+        text = _message(json.loads(content))
+    except ValueError:
+        text = content.decode(errors="replace")
+    return EngineError(f"SGLang answered {path} with {status}: {' '.join(text.split())[:500]}", code="engine_request")
+
+
+def _message(answer: Any) -> str:
+    if isinstance(answer, dict):
+        inner = answer.get("error", answer)
+        return str(inner.get("message", inner)) if isinstance(inner, dict) else str(inner)
+    return str(answer)

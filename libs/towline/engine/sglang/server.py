@@ -1,0 +1,186 @@
+"""An SGLang server as a child process: its command line, its environment, its log, and its end with ours.
+
+The server runs in an environment of its own, whose Python `rollout.arguments.python` names; this module needs nothing of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from towline.errors import EngineError, UsageError
+
+HOST = "127.0.0.1"
+LOADER = "towline_sglang.loader.load"
+_INSIDE = Path(__file__).with_name("inside")
+_INSIDE_CPU = Path(__file__).with_name("inside_cpu")
+_STOP_SECONDS = 5.0
+_LOG_TAIL_BYTES = 20_000
+_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_CPU_OPTIONS = (
+    "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-overlap-schedule",
+    "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled", "--grammar-backend", "none",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerPlan:
+    """How a run's servers are started; the model's folder and the weights' label are each start's own."""
+
+    python: str
+    device: str
+    dtype: str
+    threads: int
+    slots: int
+    context: int
+    """Tokens of a sequence that the server must take, prompt and output."""
+    tp: int
+    loader: bool
+    deterministic: bool
+    options: tuple[str, ...]
+    """More of `sglang.launch_server`'s options; the last one of a kind counts."""
+    environment: Mapping[str, str]
+    max_total_tokens: int | None
+
+
+def find_python(given: str) -> str:
+    """The server's Python: what is given, else the checkout's .venv-sglang, else our own where SGLang is installed in it."""
+    if given:
+        if found := shutil.which(given):
+            return found
+        raise UsageError(f"rollout.arguments.python = {given!r}: no such program", code="engine_missing")
+    for folder in (Path.cwd(), *Path(__file__).resolve().parents):
+        if (candidate := folder / ".venv-sglang" / "bin" / "python").exists():
+            return str(candidate)
+    with contextlib.suppress(PackageNotFoundError):
+        version("sglang")
+        return sys.executable
+    raise UsageError(
+        "rollout.engine = 'sglang' finds no SGLang; run `make sglang-venv`, or give rollout.arguments.python, the Python of an "
+        "environment that has it",
+        code="engine_missing",
+    )
+
+
+def command_line(plan: ServerPlan, model: Path, label: str, port: int) -> list[str]:
+    cpu = plan.device == "cpu"
+    options = [
+        plan.python, "-m", "sglang.launch_server", "--model-path", str(model), "--dtype", plan.dtype,
+        "--host", HOST, "--port", str(port), "--weight-version", label, "--skip-tokenizer-init", "--skip-server-warmup",
+        "--context-length", str(plan.context + CONTEXT_MARGIN), "--max-running-requests", str(plan.slots),
+        "--tensor-parallel-size", str(plan.tp), "--stream-interval", "16", "--log-level", "warning",
+    ]  # fmt: skip
+    if plan.loader:
+        options += ["--custom-weight-loader", LOADER]
+    if plan.deterministic:
+        options += ["--enable-deterministic-inference"]
+    if cpu:
+        options += ["--device", "cpu", "--sleep-on-idle", *_CPU_OPTIONS]
+    if plan.max_total_tokens is not None:
+        options += ["--max-total-tokens", str(plan.max_total_tokens)]
+    return [*options, *plan.options]
+
+
+CONTEXT_MARGIN = 8
+"""SGLang keeps a few tokens of its context length for itself; what `max_context` promises must fit all the same."""
+
+
+def environment_of(plan: ServerPlan, command_file: Path) -> dict[str, str]:
+    """Ours, less what would lead the server's Python into our packages."""
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    paths = [str(_INSIDE)]
+    env |= {
+        "TOWLINE_SGLANG_COMMAND": str(command_file),
+        # Behaviour logprobs are those after temperature, before top-k and top-p.
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if plan.device == "cpu":
+        paths.append(str(_INSIDE_CPU))
+        env |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(plan.threads), "CUDA_VISIBLE_DEVICES": ""}
+        if plan.tp > 1:
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(plan.tp))
+        if plan.deterministic:
+            env["TOWLINE_SGLANG_CPU_DETERMINISTIC"] = "1"
+    env["PYTHONPATH"] = os.pathsep.join(paths)
+    return env | dict(plan.environment)
+
+
+class ServerProcess:
+    """One started server. `log` collects what it prints."""
+
+    def __init__(self, process: asyncio.subprocess.Process, port: int, log: Path) -> None:
+        self.port, self.log = port, log
+        self._process = process
+
+    @classmethod
+    async def start(cls, plan: ServerPlan, model: Path, label: str, *, log: Path, command_file: Path) -> ServerProcess:
+        port = _free_port()
+        with open(log, "ab") as output:  # noqa: ASYNC230  (a local file, once a start)
+            process = await asyncio.create_subprocess_exec(
+                *command_line(plan, model, label, port), stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
+                env=environment_of(plan, command_file), start_new_session=True, preexec_fn=_die_with_parent,
+            )  # fmt: skip
+        return cls(process, port, log)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    async def end(self) -> None:
+        """SIGTERM, then SIGKILL to all of its processes; returns when it is gone."""
+        if self.alive:
+            self._process.terminate()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_STOP_SECONDS):
+                    await self._process.wait()
+        # The group may outlive its leader: schedulers hold the accelerator's memory.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+
+    def failure(self, what: str) -> EngineError:
+        """The error for a server that `what` happened to, with the last line of its log that names an error."""
+        return EngineError(f"the SGLang server {what}: {_last_error(self.log)} (log: {self.log})", code="engine_server")
+
+
+def _last_error(log: Path) -> str:
+    with open(log, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    named = [line for line in lines if "Error" in line or "error:" in line or "Exception" in line]
+    return (named or lines or ["it printed nothing"])[-1][:300]
+
+
+def _die_with_parent() -> None:
+    """In the child before it becomes the server: without this a killed worker would leave it behind."""
+    ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGTERM)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def options_of(given: Sequence[str] | str) -> tuple[str, ...]:
+    """`rollout.arguments.options` as a list or as one line."""
+    return tuple(given.split()) if isinstance(given, str) else tuple(str(option) for option in given)
