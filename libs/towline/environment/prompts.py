@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -146,13 +146,32 @@ def jsonl(
     if not rows:
         raise UsageError(f"{path}: no prompt in lines {start} to {stop}: correct start and stop", code="prompts_empty")
 
+    return from_rows(
+        Path(path).stem, rows, tokenizer, seed=seed, shuffle=shuffle, epochs=epochs, prompt_key=prompt_key,
+        chat_template=chat_template,
+    )  # fmt: skip
+
+
+def from_rows(
+    name: str,
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    seed: int,
+    shuffle: bool = True,
+    epochs: int | None = None,
+    prompt_key: str = "prompt",
+    chat_template: bool = False,
+) -> PromptSource:
+    """Rows as `jsonl` has them, from wherever: `rows[i]` is read when prompt i is drawn."""
+
     def make(index: int) -> tuple[Sequence[int], dict[str, Any]]:
         row = dict(rows[index])
         if "tokens" in row:
             return [int(token) for token in row.pop("tokens")], row
         return _tokens(tokenizer, row.pop(prompt_key), chat_template), row
 
-    return Shuffled(Path(path).stem, len(rows), make, seed=seed, shuffle=shuffle, epochs=epochs)
+    return Shuffled(name, len(rows), make, seed=seed, shuffle=shuffle, epochs=epochs)
 
 
 def _read_rows(path: Path, prompt_key: str) -> list[dict[str, Any]]:
