@@ -1,0 +1,97 @@
+"""What goes into a bundle and what doesn't, and which subjects a reader asks for."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from towline.bundle.manifest import BundleManifest, check_files, list_files, read_manifest, write_manifest
+from towline.bundle.settings import REMOVED, portable_json, read_settings
+from towline.bundle.source import matcher
+from towline.config import Settings
+from towline.errors import CorruptError, UsageError
+
+SETTINGS = {
+    "run": {"name": "small", "directory": "/somewhere/runs"},
+    "bus": {"url": "nats://user:hidden-1@10.0.0.1:4222", "password": "hidden-2", "token": "hidden-3"},
+    "store": {"url": "s3://bucket", "access_key": "hidden-4", "secret_key": "hidden-5"},
+    "model": {"source": "a/model", "arguments": {}},
+    "prompts": {"source": "mine:prompts", "arguments": {"api_key": "hidden-6", "rows": 3, "deep": [{"password": "hidden-7"}]}},
+    "sampling": {"max_tokens": 4, "stop_token_ids": [2]},
+    "reward": {"function": "mine:reward", "arguments": {"judge_token": "hidden-8", "stop_tokens": "kept", "url": "http://judge"}},
+    "service": {"token": "hidden-9"},
+}
+
+
+def test_no_secret_goes_in_and_what_a_replay_needs_stays():
+    data = portable_json(Settings.model_validate(SETTINGS))
+    assert b"hidden" not in data
+    tree = json.loads(data)
+    assert tree["prompts"]["arguments"] == {"api_key": REMOVED, "rows": 3, "deep": [{"password": REMOVED}]}
+    assert tree["reward"]["arguments"] == {"judge_token": REMOVED, "stop_tokens": "kept", "url": "http://judge"}
+    again = read_settings(data, "here")
+    assert again.sampling.stop_token_ids == (2,)
+    assert again.trainer == Settings.model_validate(SETTINGS).trainer
+
+
+@pytest.mark.parametrize("data", [b"{", b"{}", b'{"run": {"name": "x"}, "other": {}}', b"\xff"])
+def test_settings_that_are_none_are_refused(data):
+    with pytest.raises(CorruptError, match="here: these aren't settings"):
+        read_settings(data, "here")
+
+
+def sealed(folder):
+    (folder / "streams").mkdir()
+    (folder / "streams" / "x").write_bytes(b"content")
+    manifest = BundleManifest(
+        run="small", towline="0", exported_at=0.0, head=0, checkpoints=(), left_out=(), streams={}, files=list_files(folder)
+    )
+    write_manifest(folder, manifest)
+    return manifest
+
+
+def test_a_changed_missing_or_foreign_file_is_refused_by_name(tmp_path):
+    manifest = sealed(tmp_path)
+    check_files(tmp_path, read_manifest(tmp_path))
+    path = tmp_path / "streams" / "x"
+    path.write_bytes(b"Content")
+    with pytest.raises(CorruptError, match="streams/x isn't what"):
+        check_files(tmp_path, manifest)
+    path.unlink()
+    with pytest.raises(CorruptError, match="streams/x is missing"):
+        check_files(tmp_path, manifest)
+    outside = msgspec.structs.replace(manifest, files=(msgspec.structs.replace(manifest.files[0], name="../secret"),))
+    with pytest.raises(CorruptError, match="outside of the bundle"):
+        check_files(tmp_path, outside)
+
+
+def test_a_folder_without_a_manifest_or_with_another_format_is_no_bundle(tmp_path):
+    with pytest.raises(UsageError, match="towline trajectories export"):
+        read_manifest(tmp_path)
+    write_manifest(tmp_path, msgspec.structs.replace(sealed(tmp_path), format_version=2))
+    with pytest.raises(UsageError, match="towline-bundle 2, this towline reads towline-bundle 1"):
+        read_manifest(tmp_path)
+    (tmp_path / "manifest.json").write_bytes(b"[")
+    with pytest.raises(CorruptError):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "subject", "fits"),
+    [
+        ("a.b.c", "a.b.c", True),
+        ("a.b.c", "a.b", False),
+        ("a.*.c", "a.b.c", True),
+        ("a.*.c", "a.b.d", False),
+        ("a.*", "a.b.c", False),
+        ("a.>", "a.b.c", True),
+        ("a.>", "a", False),
+        ("*.>", "a.b", True),
+    ],
+)
+def test_subjects_match_by_the_bus_rules(pattern, subject, fits):
+    assert matcher([pattern])(subject) is fits
+    assert matcher(["z.z", pattern])(subject) is fits
+    assert matcher(None)(subject)
