@@ -7,12 +7,13 @@ STAMP := $(VENV)/.stamp
 EXTRAS := torch,local,fast,checksums,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint clean bench-weights sglang-venv test-sglang
+.PHONY: help setup demo test soak lint clean bench-weights sglang-venv test-sglang
 
 help:
 	@echo "make setup   the virtual environment (the other targets call it; nothing to do: under a second)"
 	@echo "make demo    a whole RL run on this machine: towline up examples/demo.toml"
 	@echo "make test    ruff, mypy, pytest"
+	@echo "make soak    every fault point, then KILLS=1000 random kills of one run (over an hour; SEED=0, STALENESS=1)"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make bench-weights   weight deltas on real optimiser steps, against others' ways (both cores idle; ARGS=--check)"
 	@echo "make sglang-venv   an SGLang that serves on a CPU, in .venv-sglang (2.7 GB; on a GPU machine: pip install sglang)"
@@ -44,6 +45,13 @@ lint: setup
 
 test: lint
 	@$(BIN)/pytest --quiet
+
+KILLS ?= 1000
+SEED ?= 0
+STALENESS ?= 1
+soak: setup
+	@$(BIN)/pytest -m slow tests/fault
+	@PYTHONPATH=tests $(BIN)/python -m fault.soak --kills $(KILLS) --seed $(SEED) --max-staleness $(STALENESS)
 
 SGLANG := libs/towline/engine/sglang/requirements-cpu.txt
 SGLANG_VENV := .venv-sglang

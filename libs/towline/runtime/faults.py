@@ -1,7 +1,7 @@
 """Places where a test may have the process die, as if by kill -9: between any two steps that a crash must not confuse.
 
 `TOWLINE_FAULT` names one: `NAME`, `NAME#3` (the third time it's reached), `NAME@/path` (only if that file isn't there yet, and
-it is made first: so a restarted process survives). Unset, a point costs a dictionary look-up.
+it is made first: so a restarted process survives); several, with commas between them. Unset, a point costs a dictionary look-up.
 """
 
 from __future__ import annotations
@@ -39,16 +39,20 @@ def point(name: str) -> None:
     wanted = os.environ.get(VARIABLE)
     if wanted is None:
         return
-    spec, _, marker = wanted.partition("@")
-    chosen, _, count = spec.partition("#")
-    if chosen not in POINTS:
-        raise UsageError(f"{VARIABLE} = {wanted!r}: no such point; there are {', '.join(POINTS)}", code="fault_point")
     _reached[name] += 1
-    if chosen != name or (count and _reached[name] != int(count)):
-        return
-    if marker:
-        try:
-            os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        except FileExistsError:
-            return
-    os.kill(os.getpid(), signal.SIGKILL)
+    for fault in wanted.split(","):
+        spec, _, marker = fault.partition("@")
+        chosen, _, count = spec.partition("#")
+        if chosen not in POINTS:
+            raise UsageError(f"{VARIABLE} = {wanted!r}: no such point; there are {', '.join(POINTS)}", code="fault_point")
+        if chosen == name and (not count or _reached[name] == int(count)) and (not marker or _mark(marker)):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _mark(path: str) -> bool:
+    """Make the file; False where it's there already."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return False
+    return True
