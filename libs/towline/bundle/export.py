@@ -10,6 +10,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version as installed
 from pathlib import Path
@@ -25,14 +26,17 @@ from towline.bundle.settings import portable_json
 from towline.bundle.source import Source
 from towline.bus.topology import CONTROL, DEAD, OUTCOME, TRAJECTORY, StreamSpec
 from towline.contract.codec import encode
-from towline.contract.entries import BaseEntry, OpenEntry, VersionEntry
+from towline.contract.entries import BaseEntry, LogEntry, OpenEntry, VersionEntry
 from towline.errors import MissingError, UsageError
+from towline.store import checkpoints as stored_checkpoints
 from towline.store import keys
 from towline.store.anchors import read_anchor
 from towline.store.manifest import FileRecord
 
 EXPORTED = (CONTROL, OUTCOME, TRAJECTORY, DEAD)
 """In this order: what comes later holds what the earlier ones name."""
+_DOWNLOADS = 8
+"""Entries whose objects are on their way at a time."""
 Tell = Callable[[str], None]
 
 
@@ -115,7 +119,14 @@ async def _fill(source: Source, folder: Path, checkpoints: tuple[int, ...], delt
         streams[spec.key] = await _stream(source, spec, stream_path(folder, spec))
         tell(f"{spec.key}: {streams[spec.key].messages} messages")
     (folder / ACKS_FILE).write_bytes(msgspec.msgpack.encode([encode(ack) for ack in await source.acks()]))
-    start = replay_start(source.log, await read_batches(source), streams[TRAJECTORY.key].first)
+    batches, run = await read_batches(source), source.settings.run.name
+    start = await asyncio.to_thread(
+        replay_start,
+        source.log,
+        batches,
+        streams[TRAJECTORY.key].first,
+        lambda name: stored_checkpoints.exists(source.objects, run, name),
+    )
     wanted = {*checkpoints, *([start] if start else [])}
     copy = _Copy(source, folder / STORE)
     named = await asyncio.to_thread(_objects, copy, sorted(wanted), deltas, tell)
@@ -150,7 +161,8 @@ def _objects(copy: _Copy, checkpoints: list[int], deltas: bool, tell: Tell) -> t
     """LOG, base model, versions, fingerprints; the names of the checkpoints that went in."""
     source, run = copy.source, copy.source.settings.run.name
     log, objects = source.log, source.objects
-    for entry in log.entries():
+
+    def take(entry: LogEntry) -> None:
         copy.take(keys.log_entry(run, entry.number))
         if isinstance(entry, BaseEntry):
             anchor = read_anchor(objects, run, 0)
@@ -161,6 +173,13 @@ def _objects(copy: _Copy, checkpoints: list[int], deltas: bool, tell: Tell) -> t
             copy.try_all(f"fingerprint of epoch {entry.number}", [keys.fingerprint(run, entry.number)])
         elif isinstance(entry, VersionEntry):
             _version(copy, entry, deltas)
+
+    with ThreadPoolExecutor(_DOWNLOADS, "towline-export") as pool:
+        for _ in pool.map(take, log.entries()):
+            pass
+    copy.left_out.sort()
+    if not deltas:
+        copy.left_out.append("the versions' parts: not wanted")
     tell(f"LOG: {log.next_number} entries")
     named = []
     for version in checkpoints:

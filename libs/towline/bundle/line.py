@@ -7,7 +7,7 @@ A fork's void batches carry another epoch, so they are never taken for the ones 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from towline.bundle.source import Source
@@ -63,17 +63,20 @@ def steps(log: Log, batches: Batches, start: int = 0, end: int | None = None) ->
     return found
 
 
-def replay_start(log: Log, batches: Batches, first_trajectory: int) -> int | None:
+def replay_start(
+    log: Log, batches: Batches, first_trajectory: int, exists: Callable[[str], bool] = lambda checkpoint: True
+) -> int | None:
     """The oldest version that a replay can start from: 0, or one with a checkpoint, from which on every batch and row is there.
 
-    first_trajectory: TRAJECTORY's first sequence; what is below it was purged. None where the line ends in a gap.
+    first_trajectory: TRAJECTORY's first sequence; what is below it was purged. exists: whether a checkpoint is still stored.
+    None where the line ends in a gap.
     """
     start: int | None = 0
     for step in steps(log, batches):
         purged = any(row.sequence < first_trajectory for batch in step.batches for row in batch.record.rows)
         if step.lost or purged:
             start = None
-        if start is None and step.entry.checkpoint is not None:
+        if start is None and step.entry.checkpoint is not None and exists(step.entry.checkpoint):
             start = step.entry.number
     return start
 

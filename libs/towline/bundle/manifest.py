@@ -86,7 +86,12 @@ def read_manifest(folder: Path) -> BundleManifest:
 
 
 def check_files(folder: Path, manifest: BundleManifest) -> None:
-    """Raise `CorruptError` that names the first file that is missing or isn't what the manifest says."""
+    """Raise `CorruptError` that names the first file that is missing, isn't what the manifest says, or was put among them."""
+    named = {record.name for record in manifest.files}
+    for part in ("store", "streams"):  # what a reader finds by name there must be what was exported
+        for path in sorted((folder / part).rglob("*")):
+            if path.is_file() and path.relative_to(folder).as_posix() not in named:
+                raise CorruptError(f"{path} isn't in the bundle's manifest; remove it", code="bundle_file")
     for record in manifest.files:
         path = folder / record.name
         if not path.resolve().is_relative_to(folder.resolve()):

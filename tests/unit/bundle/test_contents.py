@@ -62,7 +62,15 @@ def test_a_changed_missing_or_foreign_file_is_refused_by_name(tmp_path):
     path.unlink()
     with pytest.raises(CorruptError, match="streams/x is missing"):
         check_files(tmp_path, manifest)
-    outside = msgspec.structs.replace(manifest, files=(msgspec.structs.replace(manifest.files[0], name="../secret"),))
+    path.write_bytes(b"content")
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "y").write_bytes(b"")
+    with pytest.raises(CorruptError, match="store/y isn't in the bundle's manifest"):
+        check_files(tmp_path, manifest)
+    (tmp_path / "store" / "y").unlink()
+    (tmp_path / "notes.txt").write_bytes(b"mine")
+    check_files(tmp_path, manifest)
+    outside = msgspec.structs.replace(manifest, files=(*manifest.files, msgspec.structs.replace(manifest.files[0], name="../y")))
     with pytest.raises(CorruptError, match="outside of the bundle"):
         check_files(tmp_path, outside)
 

@@ -69,3 +69,9 @@ def test_a_version_without_a_checkpoint_is_no_start(log):
     assert (checkpoint_of(log, 0), checkpoint_of(log, 7)) == (None, "c7")
     with pytest.raises(MissingError, match=r"version 6 has no checkpoint; .*: 3, 7"):
         checkpoint_of(log, 6)
+
+
+def test_a_checkpoint_that_retention_took_is_no_start(log):
+    assert replay_start(log, BATCHES, 11, lambda name: name != "c3") == 7
+    assert replay_start(log, BATCHES, 11, lambda name: False) is None
+    assert replay_start(log, BATCHES, 1, lambda name: False) == 0
