@@ -35,7 +35,7 @@ def scored_from(score: Score) -> Scored:
     )
 
 
-class Sample(msgspec.Struct):
+class Sample(msgspec.Struct, gc=False):
     """One sample of a group that isn't closed."""
 
     task_sequence: int
@@ -43,7 +43,7 @@ class Sample(msgspec.Struct):
     not_before_depth: int
     attempt: int
     seed: int
-    failures: dict[tuple[int, int, str], bool] = {}
+    failures: dict[tuple[int, int, str], bool] | None = None
     """(task sequence, delivery, stage) -> whether it counts as an attempt."""
     final: str | None = None
     """Why it can't be had, by a final failure; its group must be dropped."""
@@ -54,15 +54,15 @@ class Sample(msgspec.Struct):
     @property
     def attempts(self) -> int:
         """Failed attempts. Waiting in vain for a version (`not_ready`, `version_moved`) isn't one: the deadline bounds that."""
-        return sum(self.failures.values())
+        return sum(self.failures.values()) if self.failures else 0
 
     @property
     def failing(self) -> bool:
         """Its newest task failed and it has no score: it's missing until it is issued again."""
-        return self.scored is None and any(key[0] == self.task_sequence for key in self.failures)
+        return self.scored is None and any(key[0] == self.task_sequence for key in self.failures or ())
 
 
-class Group(msgspec.Struct):
+class Group(msgspec.Struct, gc=False):
     """The samples of one prompt. Once it's batched only their scores are kept, as bytes: a fork may open it again."""
 
     number: int

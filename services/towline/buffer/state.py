@@ -325,6 +325,8 @@ class State:
 
     def _fail(self, group: Group, sample: Sample, failure: Failure) -> None:
         key = (failure.task_sequence, failure.delivery, failure.stage)
+        if sample.failures is None:
+            sample.failures = {}
         sample.failures.setdefault(key, failure.stage not in UNCOUNTED_STAGES)
         if failure.final:
             self.doom(group, sample, _FINAL.get(failure.stage, "failed"))

@@ -121,4 +121,4 @@ def _reissue(view: View, group: Group, index: int) -> list[Unit]:
 
 
 def _newest_stage(sample: Sample) -> str:
-    return next((stage for sequence, _, stage in reversed(sample.failures) if sequence == sample.task_sequence), "missing")
+    return next((stage for sequence, _, stage in reversed(sample.failures or {}) if sequence == sample.task_sequence), "missing")
