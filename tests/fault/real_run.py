@@ -88,7 +88,7 @@ class RealRun:
         return answer
 
     def assert_ended_well(self, *, max_staleness: int = 1) -> dict[str, Any]:
-        """Waits for the end: nothing lost, nothing counted twice, nothing too stale, nothing open, nobody left."""
+        """Waits for the end: nothing lost, counted twice, too stale or open; nobody left."""
         code = self.wait()
         assert code == 0, self.account()
         answer = self.answer()
@@ -178,15 +178,6 @@ class RealRun:
     def said(self, service: str, replica: str) -> str:
         """What a process started by `serve` printed."""
         return self._output(f"{service}-{replica}").read_text()
-
-    def status_reason(self, service: str, replica: str) -> str:
-        """What the process's status says at this moment; empty where there is none."""
-        done = subprocess.run(
-            [sys.executable, "-m", "towline.cli.main", "status", self._name, "--json"],
-            cwd=self._folder, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False,
-        )  # fmt: skip
-        entries = json.loads(done.stdout)["services"] if done.returncode == 0 else []
-        return next((e["reason"] for e in entries if (e["service"], e["replica"]) == (service, replica)), "")
 
     def events(self) -> str:
         """What `towline up` reported so far."""

@@ -173,7 +173,7 @@ class Up:
                     progress = await self._look(settings, bus, supervisor, book)
                     view.show(progress, book)
                     clock.save()
-                    finished = progress.finished
+                    finished = progress.finished or await self._has_ended(settings, bus)
                     await asyncio.wait([done], timeout=POLL_SECONDS)
                 supervisor.run_ended.set()
                 until = time.monotonic() + FINISH_SECONDS
@@ -200,6 +200,13 @@ class Up:
                 # An entry outlives its process by some seconds: what an earlier `up`'s processes said isn't news.
                 book.update([status for status in statuses if status.pid in supervisor.pids])
         return progress_of(book, steps=settings.run.steps, max_staleness=settings.buffer.max_staleness)
+
+    async def _has_ended(self, settings: Settings, bus: Bus) -> bool:
+        """By CONTROL: the buffer that leads may be one that somebody else started."""
+        with contextlib.suppress(TowlineError, TimeoutError):
+            async with asyncio.timeout(2 * POLL_SECONDS):
+                return await run_has_ended(bus, settings.run.steps)
+        return False
 
     async def _close(self, settings: Settings, bus: Bus, objects: ObjectStore, book: FigureBook) -> Finished:
         """Audit and summary, with the servers still up."""
