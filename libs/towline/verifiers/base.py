@@ -75,7 +75,8 @@ GroupVerifier = Callable[[list[Sample]], Sequence[float | Reward]]
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """A loaded reward function: `name` goes into every score; `call` may be a coroutine function."""
+    """A loaded reward function. `name` goes into every score, with `@VERSION` where the function or class has an attribute
+    `version`; `call` may be a coroutine function."""
 
     name: str
     call: Callable[[Any], Any]
@@ -97,7 +98,9 @@ def load_verifier(path: str, arguments: dict[str, Any] | None = None, *, setting
     else:
         call = functools.partial(target, **arguments) if arguments else target
         is_async = inspect.iscoroutinefunction(target)
-    return Verifier(path, call, is_async)
+    version = getattr(target, "version", None)
+    name = f"{path}@{version}" if isinstance(version, str | int) else path
+    return Verifier(name, call, is_async)
 
 
 def sample_of(trajectory: Trajectory, tokenizer: Tokenizer) -> Sample:

@@ -59,12 +59,16 @@ class BufferService(Service):
     def figures(self) -> Mapping[str, Any]:
         leader = self._leader
         end = leader.state.ended if leader.finished else None
-        return figures(leader.state, leader.lineage, self.settings.run.steps) | {
-            "finished": leader.finished,
-            "end_reason": end.reason if end is not None else None,
-            "state": self._named_state,
-            "fleet_slots": leader.fleet.slots,
-        }
+        return (
+            figures(leader.state, leader.lineage, self.settings.run.steps)
+            | leader.waiting()
+            | {
+                "finished": leader.finished,
+                "end_reason": end.reason if end is not None else None,
+                "state": self._named_state,
+                "fleet_slots": leader.fleet.slots,
+            }
+        )
 
     def _tell(self, state: str) -> None:
         if state != self._named_state:

@@ -193,3 +193,19 @@ async def test_a_fleet_that_vanishes_costs_its_groups_and_no_more(
     cancelled = {record.group for record in standing if isinstance(record, CancelRecord)}
     assert dropped <= cancelled
     assert all(record.lane == TRAIN for record in standing if isinstance(record, DropRecord))
+
+
+async def test_who_waits_for_whom_is_shown(run_name: str, bus_settings: BusSettings, file_store_settings: StoreSettings) -> None:
+    settings = settings_for(run_name, bus_settings, file_store_settings, eval={"every": 0})
+    async with connected(settings) as (bus, objects), leading(settings, bus, objects) as leader:
+        await seed(objects, run_name)
+        await Trainer(bus, objects, settings).train(until_depth=0)
+        await until(lambda: leader.looks["all"] >= 2)  # a trainer, no fleet: it waits for its first batch
+        starved = leader.waiting()
+        async with working(Fleet(bus, objects, settings)):
+            await until(lambda: leader.state.next_depth == 2)  # all that the bound allows is batched, and nobody trains it
+        before = leader.looks["producer_blocked"]
+        await until(lambda: leader.looks["producer_blocked"] > before)
+    assert starved["consumer_waiting_share"] == 1.0
+    assert starved["producer_blocked_share"] == 0.0
+    assert starved["oldest_open_seconds"] > 0.0

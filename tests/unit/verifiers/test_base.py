@@ -179,3 +179,14 @@ def test_a_lazy_tokenizer_loads_once():
     assert lazy.decode([1], skip_special_tokens=True) == "[1]True"
     assert lazy.vocabulary == 7
     assert loads == [1]
+
+
+class Versioned:
+    version = 3
+
+    def __call__(self, sample: object) -> float:
+        return 0.0
+
+
+def test_a_verifiers_version_is_part_of_its_name() -> None:
+    assert load_verifier("unit.verifiers.test_base:Versioned").name == "unit.verifiers.test_base:Versioned@3"
