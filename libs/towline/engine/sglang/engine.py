@@ -256,15 +256,19 @@ class SglangEngine:
         assert self._client is not None
         run.started = run.started or time.perf_counter()
         last: dict[str, Any] | None = None
+        certain: dict[str, Any] | None = None
         reason: dict[str, Any] | None = None
+        label = self._label
         self._streams.add(run)
         try:
-            async for answer in self._client.generate(run.body(self._label, seeded=self._seeded)):
+            async for answer in self._client.generate(run.body(label, seeded=self._seeded)):
                 reason = answer["meta_info"].get("finish_reason")
                 run.began = True
                 # An abort's last answer may hold less than the one before it.
                 if last is None or len(answer.get("output_ids") or ()) >= len(last.get("output_ids") or ()):
                     last = answer
+                    if self._open.is_set() and self._label == label:
+                        certain = answer
         except UnavailableError:
             # The server's watcher sees to it; until then each try ends here.
             await asyncio.sleep(_READY_POLL_SECONDS)
@@ -272,7 +276,13 @@ class SglangEngine:
         finally:
             self._streams.discard(run)
             run.rid = None
-        run.take(last, self._labels)
+        if last is not None and "weight_versions" in last["meta_info"]:
+            run.take(last, self._labels)
+        elif certain is not None:
+            # Only a stream's last answer has the spans. Of one that broke, what came before any change of the weights counts.
+            count = len(certain.get("output_ids") or ())
+            spans = [{"version": label, "start": 0, "end": count}]
+            run.take(certain | {"meta_info": certain["meta_info"] | {"weight_versions": spans}}, self._labels)
         if reason is None:
             return "lost"
         return str(reason["type"]) if reason["type"] != "abort" else f"abort: {reason.get('message')}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -26,7 +25,11 @@ _INSIDE = Path(__file__).with_name("inside")
 _INSIDE_CPU = Path(__file__).with_name("inside_cpu")
 _STOP_SECONDS = 5.0
 _LOG_TAIL_BYTES = 20_000
-_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+# Without this a killed worker would leave its server behind. Done by a Python of its own and not between fork and exec, where
+# the threads that a fork leaves behind may hold any lock. 1 is PR_SET_PDEATHSIG; it outlives the exec.
+_DIE_WITH_PARENT = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
 _CPU_OPTIONS = (
     "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-overlap-schedule",
     "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled", "--grammar-backend", "none",
@@ -75,7 +78,8 @@ def find_python(given: str) -> str:
 def command_line(plan: ServerPlan, model: Path, label: str, port: int) -> list[str]:
     cpu = plan.device == "cpu"
     options = [
-        plan.python, "-m", "sglang.launch_server", "--model-path", str(model), "--dtype", plan.dtype,
+        plan.python, "-I", "-S", "-c", _DIE_WITH_PARENT, "-m", "sglang.launch_server",
+        "--model-path", str(model), "--dtype", plan.dtype,
         "--host", HOST, "--port", str(port), "--weight-version", label, "--skip-tokenizer-init", "--skip-server-warmup",
         "--context-length", str(plan.context + CONTEXT_MARGIN), "--max-running-requests", str(plan.slots),
         "--tensor-parallel-size", str(plan.tp), "--stream-interval", "16", "--log-level", "warning",
@@ -130,7 +134,7 @@ class ServerProcess:
         with open(log, "ab") as output:  # noqa: ASYNC230  (a local file, once a start)
             process = await asyncio.create_subprocess_exec(
                 *command_line(plan, model, label, port), stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-                env=environment_of(plan, command_file), start_new_session=True, preexec_fn=_die_with_parent,
+                env=environment_of(plan, command_file), start_new_session=True,
             )  # fmt: skip
         return cls(process, port, log)
 
@@ -168,11 +172,6 @@ def _last_error(log: Path) -> str:
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     named = [line for line in lines if "Error" in line or "error:" in line or "Exception" in line]
     return (named or lines or ["it printed nothing"])[-1][:300]
-
-
-def _die_with_parent() -> None:
-    """In the child before it becomes the server: without this a killed worker would leave it behind."""
-    ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGTERM)
 
 
 def _free_port() -> int:
