@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from live.buffer.harness import Fleet, Trainer, connected, leading, seed, settings_for, working
 from support.waiting import until
 from towline.audit.run import audit
@@ -56,8 +58,9 @@ async def acknowledge_rewards(bus: Any, until_sequence: int) -> None:
 
 
 async def test_history_that_no_restart_needs_goes_and_the_audit_says_so(
-    run_name: str, bus_settings: BusSettings, file_store_settings: StoreSettings
+    run_name: str, bus_settings: BusSettings, file_store_settings: StoreSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("towline.buffer.janitor.JANITOR_SECONDS", 3600.0)  # only the sweeps that are asked for here
     settings = purging(run_name, bus_settings, file_store_settings, 20)
     async with connected(settings) as (bus, objects):
         await seed(objects, run_name)
