@@ -194,3 +194,8 @@ async def test_a_killed_server_comes_back_on_its_last_version_and_goes_on(starte
     newer, more = changed(new, seed=2)
     activation = await engine.activate(newer, 2, "retract", more)
     assert activation.engine_digest == model_digest(tensor_digests(newer))
+
+
+async def test_a_server_with_logprobs_of_another_kind_is_refused(started: Any) -> None:
+    with pytest.raises(UsageError, match="SGLANG_RETURN_ORIGINAL_LOGPROB=0"):
+        await started(environment={"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"})

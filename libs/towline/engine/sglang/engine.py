@@ -145,7 +145,7 @@ class SglangEngine:
             await self._launch(folder, self._new_label(version, "start"))
             digest = await self._choose_way()
             assert self._client is not None
-            await check_logprob_kind(self._client, self._vocabulary)
+            await check_logprob_kind(self._client, vocabulary=self._vocabulary, dtype=self._dtype)
         except BaseException:
             await self._end_server()
             raise
@@ -222,16 +222,20 @@ class SglangEngine:
             try:
                 answer = await self._client.generate_once(
                     {
-                        "input_ids": tokens, "return_logprob": True, "logprob_start_len": 0, "extra_key": f"{self._label}/probe",
+                        "input_ids": tokens, "return_logprob": True, "logprob_start_len": 0,
+                        "token_ids_logprob": [self._vocabulary - 1], "extra_key": f"{self._label}/probe",
                         "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
                     }
                 )  # fmt: skip
             except UnavailableError as error:
                 raise EngineError(error.message, code="engine_unreachable") from error
-        rows = answer["meta_info"]["input_token_logprobs"][1:]
-        if [int(row[1]) for row in rows] != tokens[1:]:
-            raise EngineError(f"SGLang scored {len(rows)} tokens of the probe's {len(tokens) - 1}", code="engine_answer")
-        return [float(row[0]) for row in rows]
+        meta, final = answer["meta_info"], self._vocabulary - 1
+        rows, finals = meta["input_token_logprobs"][1:], meta["input_token_ids_logprobs"][1:]
+        # SGLang scores the vocabulary's last token as token 0 (it takes it for padding), so that one is asked for by name.
+        scored = [extra[0] if token == final else row for token, row, extra in zip(tokens[1:], rows, finals, strict=True)]
+        if [int(row[1]) for row in scored] != tokens[1:]:
+            raise EngineError("SGLang scored other tokens than the probe's", code="engine_answer")
+        return [float(row[0]) for row in scored]
 
     def health(self) -> None:
         """A server that is being restarted doesn't count as failed: requests wait for it."""
