@@ -73,6 +73,12 @@ def draw(source: PromptSource, cursor: Cursor) -> tuple[Prompt, Cursor]:
             f"prompts.source gave no prompt {cursor.position} of pass {cursor.epoch}: {type(error).__name__}: {error}",
             code="prompt_source",
         ) from error
+    if not isinstance(prompt, Prompt):
+        raise UsageError(
+            f"prompts.source gave a {type(prompt).__name__} as prompt {cursor.position} of pass {cursor.epoch}: "
+            "its get must return a towline.environment.prompts.Prompt",
+            code="prompt_source",
+        )
     if not prompt.tokens:
         raise UsageError(
             f"prompts.source gave an empty prompt {cursor.position} of pass {cursor.epoch}: leave it out", code="prompt_empty"

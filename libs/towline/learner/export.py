@@ -49,7 +49,11 @@ def locate(source: str, revision: str | None) -> tuple[Path, str | None]:
         raise UsageError(f"model.source = {source!r}: neither a folder nor a model on the hub", code="model_missing") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         line = str(error).strip().splitlines()[0]
-        raise UnavailableError(f"model.source = {source!r} can't be downloaded: {line}", code="model_download") from error
+        raise UnavailableError(
+            f"model.source = {source!r}: there is no folder {folder.resolve()}, "
+            f"and as a Hugging Face id it can't be downloaded: {line}",
+            code="model_download",
+        ) from error
     if not _COMMIT.fullmatch(path.name):
         raise UnavailableError(f"model.source = {source!r}: the hub named no commit", code="model_download")
     return path, path.name

@@ -30,6 +30,10 @@ class Progress:
     restarts: int
     finished: bool
     end_reason: str | None
+    dropped: int = 0
+    """Samples, for whatever reason."""
+    problem: str = ""
+    """The reward service's newest error, while it has failed to score a sample."""
 
 
 def progress_of(book: FigureBook, *, steps: int, max_staleness: int) -> Progress:
@@ -58,7 +62,16 @@ def progress_of(book: FigureBook, *, steps: int, max_staleness: int) -> Progress
         restarts=book.restarts,
         finished=bool(buffer.get("finished")),
         end_reason=buffer.get("end_reason"),
+        dropped=sum((buffer.get("dropped") or {}).values()),
+        problem=_problem(book),
     )
+
+
+def _problem(book: FigureBook) -> str:
+    for status in book.latest("reward"):
+        if (status.figures.get("failed") or status.figures.get("retried")) and status.figures.get("last_error"):
+            return str(status.figures["last_error"])
+    return ""
 
 
 def progress_line(progress: Progress) -> str:
@@ -73,6 +86,8 @@ def progress_line(progress: Progress) -> str:
             f"{progress.tokens_per_s:.0f} tokens/s",
             f"delta {size(progress.delta_bytes)}",
             f"restarts {progress.restarts}",
+            *([f"dropped {progress.dropped}"] if progress.dropped else []),
+            *([f"reward fails: {progress.problem}"] if progress.problem else []),
         ]
     )
 

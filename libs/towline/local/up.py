@@ -20,9 +20,10 @@ from rich.console import Console
 from towline.audit.report import AuditReport
 from towline.audit.run import audit
 from towline.bus.client import Bus
-from towline.bus.topology import STATUS
+from towline.bus.topology import CONTROL, STATUS
 from towline.config import Settings
-from towline.errors import TowlineError
+from towline.contract.task import TRAIN
+from towline.errors import TowlineError, UsageError
 from towline.local.cleanup import CLEAN, UP, end_leftovers, start_guard
 from towline.local.daemon import Daemon
 from towline.local.effective import effective, with_made_model
@@ -127,6 +128,7 @@ class Up:
         bus = await Bus.connect(settings.bus, run=name, client_name=f"up-{name}", blobs=Blobs(objects, name))
         try:
             await bus.ensure()
+            await self._check_stores(bus, Log(objects, name), settings)
             found = await preflight(self._directory, self._source)
             if found.note:
                 self._directory.model_note_path.write_text(found.note)
@@ -143,6 +145,26 @@ class Up:
             return await self._close(settings, bus, objects, book)
         finally:
             await bus.close()
+
+    async def _check_stores(self, bus: Bus, log: Log, settings: Settings) -> None:
+        """Bus and store hold the same run: one that goes on with half of it would train on what it has no weights for."""
+        await asyncio.to_thread(log.refresh)
+        name, url = settings.run.name, settings.store.url
+        if not log.next_number:
+            if await bus.last(CONTROL, bus.topology.task(TRAIN)) is not None:
+                raise UsageError(
+                    f"run {name} has records on the bus, and {url} has no LOG of it: it ran with another store; "
+                    "name that one with --store, or another run with --run",
+                    code="store_mismatch",
+                )
+            return
+        head, last = log.lineage.latest, (await bus.stream_state(CONTROL)).last_sequence
+        if head and log.version(head).batch_cursor > last:
+            raise UsageError(
+                f"run {name} has versions in {url} that were trained on batches which the bus doesn't have: it ran with another "
+                "bus; name that one in bus.url, or another run with --run",
+                code="bus_mismatch",
+            )
 
     async def _start_servers(self) -> Settings:
         """Those that the settings don't name; the effective settings."""

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 
 import msgspec
+import structlog
 
 from towline.bus.client import Bus
 from towline.bus.consumer import Delivery
@@ -24,6 +25,8 @@ from towline.reward.groups import Groups, Stored
 from towline.verifiers.base import Reward, Verifier, check_reward, check_rewards, sample_of
 from towline.verifiers.runner import Runner
 from towline.verifiers.tokenizer import Tokenizer
+
+_log = structlog.get_logger("towline.reward")
 
 RETRY_SECONDS = (1.0, 5.0, 15.0, 30.0)
 """Before the second, third, … attempt of a verifier; the last one repeats."""
@@ -59,6 +62,7 @@ class Scorer:
         self._replica = replica
         self._groups = Groups(bus) if settings.scope == "group" else None
         self._at_work: dict[int, tuple[Delivery, float]] = {}
+        self._logged_at = 0.0
 
     @property
     def stuck(self) -> int:
@@ -105,6 +109,7 @@ class Scorer:
                 await self._score_group(stored, self._groups)
         except VerifierError as error:
             self.counts.last_error = error.message
+            self._log_failure("verifier_failed", error, delivery)
             if delivery.num_delivered < self._settings.max_attempts:
                 self.counts.retried += 1
                 await delivery.nak(RETRY_SECONDS[min(delivery.num_delivered, len(RETRY_SECONDS)) - 1])
@@ -112,6 +117,13 @@ class Scorer:
             await self._give_up(delivery, "verify", error)
             return
         await delivery.ack()
+
+    def _log_failure(self, event: str, error: MalformedError | VerifierError, delivery: Delivery) -> None:
+        """At most one line a second: a verifier that always fails would fill the disk."""
+        now = time.monotonic()
+        if now - self._logged_at >= 1.0:
+            self._logged_at = now
+            _log.warning(event, reason=error.message, subject=delivery.subject, delivery=delivery.num_delivered)
 
     def _decode(self, delivery: Delivery) -> Stored:
         trajectory = decode_trajectory(delivery.data)
@@ -180,6 +192,7 @@ class Scorer:
         """The sample can't be scored: keep the message for people, tell the buffer, then ack."""
         self.counts.failed += 1
         self.counts.last_error = error.message
+        self._log_failure("given_up", error, delivery)
         await self._bus.dead("reward", delivery.data, error.message, failure=stage, subject=delivery.subject)
         who = _identify(self._bus.topology.relative(delivery.subject), delivery.data)
         if who is not None:

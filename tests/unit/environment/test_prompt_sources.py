@@ -131,3 +131,15 @@ def test_reasoning_gyms_tasks_are_made_again_from_the_seed() -> None:
     assert all(reference["answer"].isdecimal() for _, reference in found)
     with pytest.raises(UsageError, match="no_such_task"):
         tasks(Letters(), seed=7, task="no_such_task")
+
+
+def test_a_source_that_gives_something_else_than_a_prompt_is_named() -> None:
+    class Words:
+        def __len__(self) -> int:
+            return 3
+
+        def get(self, epoch: int, position: int) -> str:
+            return "hello"
+
+    with pytest.raises(UsageError, match=r"prompts.source gave a str as prompt 0 of pass 0"):
+        draw(Words(), Cursor(0, 0))  # type: ignore[arg-type]
