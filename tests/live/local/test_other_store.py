@@ -88,7 +88,7 @@ async def test_a_run_whose_batches_the_bus_does_not_have_is_refused(
             depth=0,
             batch_cursor=0,
             checkpoint=None,
-        )  # fmt: skip
+        )
     )
     log.append(
         lambda log: VersionEntry(
@@ -117,7 +117,7 @@ async def test_a_run_whose_batches_the_bus_does_not_have_is_refused(
             encode_seconds=0.0,
             upload_seconds=0.0,
             verify_seconds=0.0,
-        )  # fmt: skip
+        )
     )
     bus = await Bus.connect(bus_settings, run=run_name, client_name="test")
     try:
