@@ -40,21 +40,35 @@ def purging(run_name: str, bus_settings: BusSettings, store: StoreSettings, step
     })  # fmt: skip
 
 
-async def acknowledge_rewards(bus: Any, until_sequence: int) -> None:
-    """The scripted fleet scores by itself; the reward consumer's ack floor is moved as reward would."""
-    consumer = await bus.consumer(bus.topology.reward_consumer())
-    while until_sequence > 0:
+async def acknowledge_rewards(bus: Any) -> None:
+    """The scripted fleet scores by itself; the reward consumer's ack floor is moved as reward would. The fleet may go on
+    meanwhile, so what it publishes is acknowledged too until nothing is left."""
+    spec = bus.topology.reward_consumer()
+    consumer = await bus.consumer(spec)
+
+    async def taken() -> bool:
         for delivery in await consumer.fetch(256, 0.5):
             await delivery.ack()
-            until_sequence -= 1
-    await consumer.close()
-    spec = bus.topology.reward_consumer()
-
-    async def taken() -> bool:  # acks aren't waited for
         info = await bus.jetstream.call("look", f"CONSUMER.INFO.{spec.stream}.{spec.durable}")
         return bool(info["ack_floor"]["stream_seq"] >= (await bus.stream_state(TRAJECTORY)).last_sequence)
 
     await until(taken)
+    await consumer.close()
+
+
+async def settled(bus: Any, leader: Any) -> None:
+    """The fleet has done all that pacing lets it do, and the buffer has read it: nothing moves under what is compared next."""
+
+    async def lasts() -> list[int]:
+        return [(await bus.stream_state(spec)).last_sequence for spec in (CONTROL, OUTCOME, TRAJECTORY)]
+
+    async def still() -> bool:
+        before = await lasts()
+        await asyncio.sleep(0.7)
+        read = [leader.state.control_sequence, leader.state.outcome_sequence]
+        return before == await lasts() and before[:2] == read
+
+    await until(still)
 
 
 async def test_history_that_no_restart_needs_goes_and_the_audit_says_so(
@@ -68,7 +82,8 @@ async def test_history_that_no_restart_needs_goes_and_the_audit_says_so(
         async with working(Fleet(bus, objects, settings, fail_every=9)):
             async with leading(settings, bus, objects) as leader:
                 await trainer.train(until_depth=12)
-                await acknowledge_rewards(bus, (await bus.stream_state(TRAJECTORY)).messages)
+                await settled(bus, leader)
+                await acknowledge_rewards(bus)
                 await until(lambda: leader.state.floor_depth >= 8)
                 found = await leader.janitor.sweep()
                 assert found is not None
