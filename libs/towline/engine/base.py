@@ -7,6 +7,7 @@ restart or a hand-over changes what is drawn.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -22,6 +23,18 @@ GenerationFinish = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """All that a running request has so far, from its first token on; the fields are `Generation`'s. Nothing of it changes
+    any more: the request's `Generation` begins with it."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    spans: list[VersionSpan]
+    queue_seconds: float
+    generate_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """Go on from `tokens`. `sampling.max_tokens` bounds the sample's policy tokens in all, so at most
     `max_tokens - position0` are generated."""
@@ -32,6 +45,10 @@ class GenerateRequest:
     seed: int
     position0: int = 0
     """Policy tokens of the sample that stand in `tokens` already (earlier turns, a PARTIAL)."""
+    on_progress: Callable[[Progress], None] | None = None
+    """Called on the event loop whenever `progress_every` more tokens stand than at the last call; not for the last ones. It
+    may come late, and an engine leaves out what it can't assign to versions yet."""
+    progress_every: int = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
