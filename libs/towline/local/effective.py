@@ -11,12 +11,17 @@ DRAIN_SECONDS = 4.0
 """What a service gets at most to drain, so that `towline up` has stopped everything within its bound."""
 
 
-def effective(given: Settings, directory: RunDirectory, bus: BusSettings, store: StoreSettings) -> Settings:
-    """Before the model is made: `model` is as given, but a folder's path no longer depends on the working directory."""
+def effective(given: Settings, source: Path, directory: RunDirectory, bus: BusSettings, store: StoreSettings) -> Settings:
+    """Before the model is made: `model` is as given, but a folder's path no longer depends on the working directory.
+
+    `source` is the TOML file: a folder beside it comes before one in the working directory.
+    """
     model = given.model
-    folder = Path(model.source).expanduser() if model.source else None
-    if folder is not None and folder.is_dir():
-        model = model.model_copy(update={"source": str(folder.absolute())})
+    named = Path(model.source).expanduser() if model.source else None
+    for folder in () if named is None else (source.parent / named, named):
+        if folder.is_dir():
+            model = model.model_copy(update={"source": str(folder.absolute())})
+            break
     service = given.service.model_copy(
         update={"port": 0, "drain_seconds": min(given.service.drain_seconds, DRAIN_SECONDS)}  # several services share this host
     )

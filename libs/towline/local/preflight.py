@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from towline.config import ModelSettings, Settings, import_object
+from towline.config import ModelSettings, Settings, import_object, load_settings
 from towline.errors import TowlineError, UsageError
-from towline.local.run_directory import RunDirectory
+from towline.local.run_directory import RunDirectory, write_private
 from towline.local.services import service_environment
+from towline.local.toml import settings_toml
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +32,16 @@ class Preflight:
     note: str
 
 
-async def preflight(directory: RunDirectory, source: Path, threads: int = 2) -> Preflight:
-    """Run the checks on `settings.toml`. Raises the `TowlineError` that they end with."""
+async def preflight(directory: RunDirectory, source: Path, settings: Settings, *, model: bool, threads: int = 2) -> Preflight:
+    """Run the checks on `settings`, with `model` those of the base model, else the others. Raises the `TowlineError` that
+    they end with.
+
+    The settings are handed over in a file of their own: `settings.toml` may still hold the addresses of what ran before.
+    """
+    write_private(directory.preflight_path, settings_toml(settings))
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "towline.local.preflight", "--config", str(directory.settings_path),
+        sys.executable, "-m", "towline.local.preflight", "--config", str(directory.preflight_path),
+        *(["--model"] if model else []),
         env=service_environment(source, threads), stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
@@ -59,10 +66,12 @@ async def preflight(directory: RunDirectory, source: Path, threads: int = 2) -> 
     return Preflight(note=answer["note"])
 
 
-def check(settings: Settings, directory: RunDirectory) -> Preflight:
+def check(settings: Settings, directory: RunDirectory, *, model: bool) -> Preflight:
     """The checks themselves. Raises `TowlineError`, `UsageError` where the settings are wrong."""
+    if model:
+        return Preflight(note=_base_model(settings.model, settings.run.seed, directory))
     _check_imports(settings)
-    return Preflight(note=_base_model(settings.model, settings.run.seed, directory))
+    return Preflight(note="")
 
 
 def _check_imports(settings: Settings) -> None:
@@ -115,9 +124,9 @@ def _make(factory: str, arguments: dict[str, Any], seed: int, directory: RunDire
 
 
 def main() -> None:
-    directory = RunDirectory(Path(sys.argv[2]).parent)
+    path = Path(sys.argv[2])
     try:
-        answer: dict[str, Any] = {"note": check(directory.load(), directory).note}
+        answer: dict[str, Any] = {"note": check(load_settings(path), RunDirectory(path.parent), model="--model" in sys.argv).note}
     except TowlineError as error:
         traceback.print_exc()
         message = " ".join(error.message.split())

@@ -48,7 +48,7 @@ def progress_of(book: FigureBook, *, steps: int, max_staleness: int) -> Progress
         depth=int(buffer.get("depth") or 0),
         steps=steps,
         version=max(known, default=None),
-        reward_train=trainer.get("reward_mean") if trainer.get("step") else None,
+        reward_train=trainer.get("reward_mean") if trainer.get("batches") else None,
         reward_held_out=None if held_out is None else held_out[1],
         held_out_depth=None if held_out is None else int(held_out[0]),
         staleness_mean=float(staleness.get("mean") or 0.0),

@@ -1,6 +1,7 @@
 """Where `towline up` keeps a run on this machine, and how other shells find it again.
 
 DIRECTORY/NAME/settings.toml    what the services read; owner-only, it holds the S3 server's keys
+               preflight.toml   what `towline up` checked before it started anything
                run.toml.path    the TOML file that the run was started from
                logs/SERVICE.log one for each process, appended to across restarts
                nats/ s3/        the local servers' data
@@ -45,6 +46,10 @@ class RunDirectory:
     @property
     def settings_path(self) -> Path:
         return self.path / "settings.toml"
+
+    @property
+    def preflight_path(self) -> Path:
+        return self.path / "preflight.toml"
 
     @property
     def source_path(self) -> Path:

@@ -1,8 +1,8 @@
 """Keeps a run's processes alive: restarts what dies, up to a limit, and stops everything in order within a bound.
 
 A service that exits 0 at the run's end is done (before it, somebody else stopped it: it is started again), one that exits 2
-has a configuration that no restart can mend, and one that keeps dying is given up: the last two end the run with a reason.
-Exits 0 and 75 (fenced; comes back as standby) aren't counted as deaths.
+has a configuration that no restart can mend, and one that keeps dying, or leaving, is given up: the last two end the run with
+a reason. An exit 75 (fenced; comes back as standby) isn't counted.
 """
 
 from __future__ import annotations
@@ -133,13 +133,13 @@ class Supervisor:
             now = time.monotonic()
             if now - started > CALM_SECONDS:
                 delay = FIRST_DELAY_SECONDS
-            if code not in (0, FENCED):
+            if code != FENCED:
                 child.deaths.append(now)
                 while child.deaths and child.deaths[0] < now - FAILURE_WINDOW_SECONDS:
                     child.deaths.popleft()
                 if len(child.deaths) >= MOST_FAILURES:
                     return self._fail(
-                        UnavailableError(self._last_words(child, f"died {MOST_FAILURES} times"), code="service_died")
+                        UnavailableError(self._last_words(child, f"ended {MOST_FAILURES} times"), code="service_died")
                     )
             self.restarts[child.spec.service] += 1
             self._on_event(f"{name} {_how(code)}; starting it again in {delay:g} s (log: {self._directory.log_path(name)})")

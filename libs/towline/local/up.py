@@ -24,6 +24,7 @@ from towline.bus.topology import CONTROL, STATUS
 from towline.config import Settings
 from towline.contract.task import TRAIN
 from towline.errors import TowlineError, UsageError
+from towline.local.changes import changed
 from towline.local.cleanup import CLEAN, UP, end_leftovers, start_guard
 from towline.local.daemon import Daemon
 from towline.local.effective import effective, with_made_model
@@ -120,7 +121,9 @@ class Up:
             self._supervisor.kill_services()
 
     async def _run(self) -> Finished:
+        await self._check_settings()
         settings = await self._start_servers()
+        self._tell_changes(settings)
         self._directory.save(settings, self._source)
         objects = open_store(settings.store)
         await asyncio.to_thread(objects.check)
@@ -129,7 +132,7 @@ class Up:
         try:
             await bus.ensure()
             await self._check_stores(bus, Log(objects, name), settings)
-            found = await preflight(self._directory, self._source)
+            found = await preflight(self._directory, self._source, settings, model=True)
             if found.note:
                 self._directory.model_note_path.write_text(found.note)
             if self._directory.model_note_path.is_file():
@@ -145,6 +148,18 @@ class Up:
             return await self._close(settings, bus, objects, book)
         finally:
             await bus.close()
+
+    async def _check_settings(self) -> None:
+        """Before anything is started."""
+        given = effective(self._given, self._source, self._directory, self._given.bus, self._given.store)
+        await preflight(self._directory, self._source, given, model=False)
+
+    def _tell_changes(self, settings: Settings) -> None:
+        if not self._directory.exists:
+            return
+        with contextlib.suppress(UsageError):  # of an older Towline's keys
+            for line in changed(self._directory.load(), settings):
+                self._say(f"changed since the run was last up: {line}")
 
     async def _check_stores(self, bus: Bus, log: Log, settings: Settings) -> None:
         """Bus and store hold the same run: one that goes on with half of it would train on what it has no weights for."""
@@ -175,9 +190,10 @@ class Up:
         await asyncio.gather(*[asyncio.to_thread(server.start) for server in self._servers])
         bus = bus if nats is None else nats.settings(bus)
         store = store if s3 is None else s3.settings(store)
-        started = "" if nats is None and s3 is None else " (started here)"
-        self._say(f"bus: {bus.url}, store: {store.url} {f'at {store.endpoint}' if store.endpoint else ''}{started}")
-        return effective(self._given, self._directory, bus, store)
+        at = f" at {store.endpoint}" if store.endpoint else ""
+        self._say(f"bus: {bus.url}{'' if nats is None else ' (started here)'}")
+        self._say(f"store: {store.url}{at}{'' if s3 is None else ' (started here)'}")
+        return effective(self._given, self._source, self._directory, bus, store)
 
     async def _watch_services(self, settings: Settings, bus: Bus) -> FigureBook:
         """Run the services to the run's end; every process's last figures."""

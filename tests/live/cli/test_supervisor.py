@@ -96,7 +96,19 @@ async def test_one_that_keeps_dying_is_given_up(directory, monkeypatch):
     monkeypatch.setattr("towline.local.supervisor.MOST_FAILURES", 3)
     supervisor = Supervisor(directory, [spec(directory, "reward", "import sys; sys.exit('engine: broken')")], [], lambda _: None)
     supervisor.start()
-    with pytest.raises(UnavailableError, match="reward died 3 times: engine: broken"):
+    with pytest.raises(UnavailableError, match="reward ended 3 times: engine: broken"):
+        await asyncio.wait_for(supervisor.wait_done(), 10)
+    await supervisor.stop_services()
+
+
+async def test_one_that_keeps_leaving_before_the_run_is_over_is_given_up_as_well(directory, monkeypatch):
+    monkeypatch.setattr("towline.local.supervisor.FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr("towline.local.supervisor.LONGEST_DELAY_SECONDS", 0.02)
+    monkeypatch.setattr("towline.local.supervisor.END_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("towline.local.supervisor.MOST_FAILURES", 3)
+    supervisor = Supervisor(directory, [spec(directory, "reward", "print('nothing to do')")], [], lambda _: None)
+    supervisor.start()
+    with pytest.raises(UnavailableError, match="reward ended 3 times: nothing to do"):
         await asyncio.wait_for(supervisor.wait_done(), 10)
     await supervisor.stop_services()
 

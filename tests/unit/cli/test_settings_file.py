@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from towline.config import Settings, load_settings
 from towline.errors import ConflictError, UsageError
+from towline.local.changes import changed
 from towline.local.effective import effective, with_made_model
 from towline.local.run_directory import RunDirectory, find_run
 from towline.local.services import service_specs
@@ -49,11 +50,40 @@ def test_only_its_owner_can_read_the_settings_file(tmp_path):
 
 def test_the_made_models_folder_takes_the_factorys_place(tmp_path):
     directory = RunDirectory(tmp_path / "demo")
-    settings = effective(demo(), directory, demo().bus, demo().store)
+    settings = effective(demo(), DEMO, directory, demo().bus, demo().store)
     assert settings.model.factory == "sort_digits:build_model"
     made = with_made_model(settings, directory)
     assert (made.model.source, made.model.factory) == (str(directory.model_path), None)
     assert made.service.drain_seconds <= 4.0
+
+
+def test_a_model_folder_beside_the_toml_comes_before_one_in_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("here/small", "beside/small", "here/other"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+
+    def found(source: str) -> str:
+        settings = demo(model={"source": source, "factory": None, "arguments": {}})
+        made = effective(settings, tmp_path / "beside" / "run.toml", RunDirectory(tmp_path / "run"), settings.bus, settings.store)
+        return made.model.source
+
+    assert found("small") == str(tmp_path / "beside" / "small")
+    assert found("other") == str(tmp_path / "here" / "other")
+    assert found("org/model") == "org/model", "no folder: a Hugging Face id"
+
+
+def test_what_changed_since_the_run_was_last_up_is_told():
+    before = demo()
+    assert changed(before, before) == []
+    now = demo(
+        buffer={"max_staleness": 7}, run={"steps": 999, "seed": 5}, bus={"url": "nats://127.0.0.1:1"}, rollout={"replicas": 9}
+    )
+    lines = changed(before, now)
+    assert lines == [
+        f"run.seed: {before.run.seed} -> 5",
+        f"buffer.max_staleness: {before.buffer.max_staleness} -> 7",
+    ], "steps, replicas and addresses are meant to change"
 
 
 def test_settings_in_the_environment_dont_reach_the_services(tmp_path, monkeypatch):
