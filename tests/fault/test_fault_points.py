@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fault.real_run import RealRun, real_run
-from towline.runtime.faults import POINTS, VARIABLE
+from towline.faults import POINTS, VARIABLE
 
 FEW = ("trainer.opened", "trainer.checkpointed", "trainer.staged", "publisher.committed", "publisher.anchor_uploaded")
 SETTINGS = {"run__steps": "10", "eval__every": "10", "publisher__anchor_every": "3"}

@@ -17,6 +17,7 @@ from typing import Literal, TypeVar
 
 import structlog
 
+from towline import faults
 from towline.bus.client import Bus
 from towline.config import Settings
 from towline.contract.policy import Ack
@@ -225,6 +226,7 @@ class Replica:
         if not self.lineage.on_line(version):
             self._back()
             return
+        faults.point("replica.prepared")
         self._go("activating", f"version {version}")
         await self._activate(prepared)
 
@@ -237,6 +239,7 @@ class Replica:
             self._fail(copy.version, str(error))
             self._engine.health()
         else:
+            faults.point("replica.activated")
             if await self._prove(prepared, activation, mode if self.version is not None else "initial"):
                 self._copy = copy
                 return
@@ -271,6 +274,7 @@ class Replica:
         figures.wire_bytes += prepared.wire_bytes
         self._go("serving", f"version {copy.version}")
         self.on_version()
+        faults.point("replica.proved")
         await self.registry.acknowledge(
             Ack(
                 replica=self.name,
@@ -286,6 +290,7 @@ class Replica:
                 at=time.time(),
             )
         )
+        faults.point("replica.acknowledged")
         return True
 
     async def _probe(self, copy: Copy) -> float | None:

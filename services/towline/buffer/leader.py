@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import structlog
 from msgspec import UNSET, UnsetType
 
+from towline import faults
 from towline.buffer.admission import allowance
 from towline.buffer.decide import decide, unknown_versions
 from towline.buffer.dump import encode_state
@@ -162,11 +163,13 @@ class Leader:
         self._snapshot_at = self.state.control_sequence
         for _ in range(TAKE_OVER_TRIES):
             self._control.last_sequence = self.state.control_sequence
+            faults.point("buffer.before_writer")
             try:
                 await self._control.take_over()
             except ConflictError:
                 await read_control(self._bus, self.state)
                 continue
+            faults.point("buffer.writer_appended")
             await read_control(self._bus, self.state)
             return
         raise UnavailableError("CONTROL is being written by another buffer all the time", code="take_over")
@@ -241,7 +244,11 @@ class Leader:
         for version in _eval_versions(units):
             await self.fleet.prepare(version)
         for chunk in chunks(units, self._bus.topology, self._control.stamp):
+            for kind in chunk.kinds:
+                faults.point(f"buffer.before_{kind}")
             sequences = await self._control.append_atomic(chunk.messages)
+            for kind in chunk.kinds:
+                faults.point(f"buffer.{kind}_appended")
             for record, sequence in zip(chunk.records, sequences, strict=True):
                 self.state.apply(record, sequence)
                 if not isinstance(record, TaskRecord):
@@ -255,6 +262,7 @@ class Leader:
         if not self._settings.buffer.keep_history:
             lineage = self._log.lineage
             floor_depth = final_depth([lineage.depth(version) for version, _ in newest_on(self._log)])
+        faults.point("buffer.snapshot_due")
         try:
             blob = await asyncio.to_thread(self._blobs.put, data)
         except UnavailableError as error:

@@ -24,6 +24,11 @@ class Chunk:
     messages: list[tuple[str, bytes]] = field(default_factory=list)
     nbytes: int = 0
 
+    @property
+    def kinds(self) -> dict[str, None]:
+        """The records' kinds, each once, in order."""
+        return dict.fromkeys(str(record.__struct_config__.tag) for record in self.records)
+
 
 def chunks(units: Iterable[Unit], topology: Topology, stamp: Callable[[], str]) -> Iterator[Chunk]:
     """The units in their order, as few atomic appends as the limits allow. `stamp` gives each record its `writer`."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import structlog
 
+from towline import faults
 from towline.delta.state import ModelState
 from towline.errors import CorruptError
 from towline.publisher.core import PublisherCore
-from towline.runtime import faults
 from towline.store.anchors import has_anchor, record_anchor, upload_anchor
 from towline.store.keys import new_write_id
 from towline.store.objects import ObjectStore

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from towline import faults
 from towline.config import PublisherSettings
 from towline.contract.entries import BaseEntry, LogEntry, VersionEntry, encode_entry
 from towline.contract.policy import Committed, Refused, Staged
@@ -18,7 +19,6 @@ from towline.delta.state import ModelState
 from towline.errors import CorruptError, InvariantError, MissingError
 from towline.publisher.copy import OwnCopy
 from towline.publisher.verify import check_sent, reapply
-from towline.runtime import faults
 from towline.store import checkpoints, keys
 from towline.store.commit import version_entry
 from towline.store.log import Log

@@ -16,6 +16,7 @@ from typing import Literal
 
 import structlog
 
+from towline import faults
 from towline.bus.client import Bus, Consumer, Delivery
 from towline.bus.topology import IN_PROGRESS_SECONDS
 from towline.config import Settings
@@ -24,7 +25,6 @@ from towline.contract.policy import Committed, Refused, Staged, decode_policy
 from towline.errors import CorruptError, MalformedError, MissingError, TowlineError, UnavailableError
 from towline.publisher.anchoring import Anchorer
 from towline.publisher.core import PublisherCore
-from towline.runtime import faults
 from towline.runtime.run_end import run_has_ended
 from towline.store.objects import ObjectStore
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
+from towline import faults
 from towline.bus.client import Bus
 from towline.bus.consumer import Delivery
 from towline.bus.topology import OUTCOME, REWARD_ACK_WAIT_SECONDS
@@ -93,6 +94,7 @@ class Scorer:
             self._at_work.pop(delivery.sequence, None)
 
     async def _handle(self, delivery: Delivery) -> None:
+        faults.point("reward.taken")
         try:
             stored = self._decode(delivery)
         except MalformedError as error:
@@ -117,6 +119,7 @@ class Scorer:
             await self._give_up(delivery, "verify", error)
             return
         await delivery.ack()
+        faults.point("reward.acknowledged")
 
     def _log_failure(self, event: str, error: MalformedError | VerifierError, delivery: Delivery) -> None:
         """At most one line a second: a verifier that always fails would fill the disk."""
@@ -143,7 +146,9 @@ class Scorer:
     async def _score_sample(self, stored: Stored) -> None:
         sample = sample_of(stored.trajectory, self._tokenizer)
         reward = check_reward(await self._runner.run(sample), self._verifier.name)
+        faults.point("reward.verified")
         created = await self._bus.create(*self._message(stored, reward))
+        faults.point("reward.published")
         self._count(created.won, [reward])
 
     async def _score_group(self, stored: Stored, groups: Groups) -> None:
@@ -157,7 +162,9 @@ class Scorer:
             samples = [sample_of(member.trajectory, self._tokenizer) for member in members]
             rewards = check_rewards(await self._runner.run(samples), len(samples), self._verifier.name)
             messages = [self._message(member, reward) for member, reward in zip(members, rewards, strict=True)]
+            faults.point("reward.verified")
             self._count(await self._bus.create_all(messages) is not None, rewards)
+            faults.point("reward.published")
             groups.close(number)
 
     def _count(self, won: bool, rewards: list[Reward]) -> None:
@@ -208,7 +215,9 @@ class Scorer:
                 reason=error.message,
                 replica=self._replica,
             )
+            faults.point("reward.before_failure")
             await self._bus.publish(self._bus.topology.failure(who.group, who.sample), encode(failure))
+            faults.point("reward.failure_published")
         await delivery.ack()
 
 

@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 
 import structlog
 
+from towline import faults
 from towline.bus.client import Bus, Delivery
 from towline.bus.topology import TRAJECTORY
 from towline.config import Settings
@@ -125,6 +126,7 @@ class Attempt:
 
     async def _deliver(self) -> None:
         bench, task, delivery = self._bench, self.task, self.delivery
+        faults.point("worker.task_taken")
         subject = bench.bus.topology.trajectory(task.group, task.sample)
         if bench.feed.cancelled(delivery.sequence):
             await self._leave("cancelled")
@@ -135,13 +137,16 @@ class Attempt:
         await self._until_served()
         data, policy_tokens = await self._generate()
         self._publishing = True
+        faults.point("worker.before_publish")
         created = await self._insist(lambda: bench.bus.create(subject, data))
         if created.won:
             bench.figures.trajectories += 1
             bench.figures.tokens += policy_tokens
         else:
             bench.figures.superseded += 1
+        faults.point("worker.trajectory_published")
         await delivery.ack()
+        faults.point("worker.acknowledged")
 
     async def _until_served(self) -> None:
         """Hold the task until the replica serves a version that may serve it."""
@@ -172,6 +177,7 @@ class Attempt:
                 task, bench.environment(task.environment), bench.engine, f"{self.sequence}.{self.delivery.num_delivered}"
             )
             await self._episode.run()
+            faults.point("worker.generated")
             spans = self._episode.spans
             if not await bench.replica.vouched({span.version for span in spans}):
                 raise _Failed("generate", "a version that it was sampled from failed its proof on this replica")
@@ -251,7 +257,9 @@ class Attempt:
             reason=failed.reason,
             replica=bench.replica.name,
         )
+        faults.point("worker.before_failure")
         await self._insist(lambda: bench.bus.publish(bench.bus.topology.failure(task.group, task.sample), encode(record)))
+        faults.point("worker.failure_published")
         await self.delivery.ack()
 
     async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import structlog
 
+from towline import faults
 from towline.config import Settings, import_object
 from towline.contract.entries import BaseEntry, LogEntry, OpenEntry, Probe, VersionEntry
 from towline.delta.state import ModelState, layout_digest, layout_of, model_digest, tensor_digests
 from towline.errors import CorruptError, InvariantError, MissingError, UsageError
 from towline.learner.base import Learner
 from towline.learner.registry import BACKENDS, look_up
-from towline.runtime import faults
 from towline.store import checkpoints, versions
 from towline.store.keys import new_write_id
 from towline.store.log import Log

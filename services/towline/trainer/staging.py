@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 import structlog
 
+from towline import faults
 from towline.bus.client import Bus
 from towline.config import Settings
 from towline.contract.codec import encode
@@ -21,7 +22,6 @@ from towline.contract.entries import VersionEntry
 from towline.contract.policy import Staged
 from towline.delta.state import ModelState
 from towline.errors import FullError, InvariantError, TowlineError, UnavailableError
-from towline.runtime import faults
 from towline.store import checkpoints, versions
 from towline.store.keys import new_write_id
 from towline.store.objects import ObjectStore

@@ -15,13 +15,13 @@ from typing import Any
 
 import structlog
 
+from towline import faults
 from towline.config import Settings
 from towline.contract.control import EndRecord
 from towline.contract.entries import Probe
 from towline.errors import InvariantError, UnavailableError
 from towline.learner.base import Learner, StepReport, pack_rows
 from towline.learner.rows import Gathered
-from towline.runtime import faults
 from towline.store.versions import VersionFacts
 from towline.trainer.feed import BatchAt, Feed
 from towline.trainer.figures import Figures

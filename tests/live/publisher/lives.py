@@ -9,9 +9,9 @@ import os
 import sys
 from pathlib import Path
 
+from towline import faults
 from towline.delta.backend import backend
 from towline.publisher.service import PublisherService
-from towline.runtime import faults
 from towline.runtime.service import run_service
 
 

@@ -13,11 +13,11 @@ import pytest
 from live.publisher.harness import next_staged, publisher_lives, publisher_process, said, send, settings_for, write_config
 from live.store.models import begun, same
 from support.waiting import until
+from towline import faults
 from towline.bus.client import Bus
 from towline.config import BusSettings, StoreSettings
 from towline.contract.entries import VersionEntry
 from towline.contract.policy import Committed, Staged
-from towline.runtime import faults
 from towline.store.anchors import load_anchor, read_anchor
 from towline.store.log import Log
 from towline.store.materialize import materialize

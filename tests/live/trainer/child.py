@@ -9,10 +9,10 @@ import sys
 import tempfile
 from multiprocessing.context import ForkServerProcess
 
+from towline import faults
 from towline.bus.client import Bus
 from towline.config import Settings
 from towline.errors import TowlineError
-from towline.runtime import faults
 from towline.store.objects import open_store
 from towline.trainer.figures import Figures
 from towline.trainer.run import run_trainer

@@ -16,7 +16,7 @@ from live.trainer.harness import Stage, expected_digest, on_stage
 from support.waiting import until
 from towline.config import Settings
 from towline.contract.entries import OpenEntry
-from towline.runtime.faults import POINTS
+from towline.faults import POINTS
 
 Make = Callable[..., Settings]
 

@@ -210,7 +210,7 @@ async def test_a_trainer_drained_in_a_step_commits_it_with_a_checkpoint_and_the_
                 stage.draining.set()
 
         with monkeypatch.context() as patch:
-            patch.setattr("towline.runtime.faults.point", drain_in_the_third_step)
+            patch.setattr("towline.faults.point", drain_in_the_third_step)
             await stage.train()
         drained = stage.versions()
         assert [entry.depth for entry in drained] == [1, 2, 3]
