@@ -84,6 +84,9 @@ class VersionEntry(Entry, frozen=True, kw_only=True, tag="version"):
     upload_seconds: float
     verify_seconds: float
     missing_rows: int = 0
+    skip_reasons: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
+    """Why optimiser steps on this version's batches were left out, and how many: non_finite_loss and non_finite_gradient count
+    steps, no_rows and no_signal batches. A batch of which some steps were taken isn't in `skipped`. Absent where none was."""
 
 
 class QuarantineEntry(Entry, frozen=True, kw_only=True, tag="quarantine"):

@@ -6,7 +6,7 @@ No torch here: the trainer service packs rows and reads reports without knowing 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -134,6 +134,11 @@ class StepReport:
     skipped_steps: int = 0
     skipped: str | None = None
     """Why optimiser steps were skipped: no_rows, no_signal, non_finite_loss or non_finite_gradient (the last one's)."""
+    skip_reasons: Mapping[str, int] = field(default_factory=dict)
+    """Every reason -> how many optimiser steps; no_rows and no_signal stand for the whole batch and count 1. On all ranks of a
+    world the same: a step is skipped by all or by none."""
+    padding_share: float = 0.0
+    """Of the positions that the model computed in this batch's micro batches, those that held no token."""
 
     @property
     def trained(self) -> bool:

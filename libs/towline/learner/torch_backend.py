@@ -5,6 +5,7 @@ On a CPU everything is a function of (folder, settings, seed, batches): a restar
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,9 @@ from towline.learner.torch_model import PUBLISH_DTYPES, CausalModel, pick
 NO_SIGNAL = 1e-6
 """An advantage that is smaller says nothing: a group of equal rewards."""
 
+NON_FINITE_LOSS, NON_FINITE_GRADIENT = "non_finite_loss", "non_finite_gradient"
+NON_FINITE = (NON_FINITE_LOSS, NON_FINITE_GRADIENT)
+
 
 @dataclass(slots=True)
 class _Sums:
@@ -46,8 +50,24 @@ class _Sums:
     entropy: float = 0.0
     differences: list[Tensor] = field(default_factory=list)
     """log(trainer / behaviour) per token, before the first optimiser step."""
-    skipped_steps: int = 0
+    skips: Counter[str] = field(default_factory=Counter)
+    """Reason -> optimiser steps left out."""
     skipped: str | None = None
+    """The last one's."""
+
+    def add(self, other: _Sums) -> None:
+        """Those of an optimiser step that was taken."""
+        self.losses += other.losses
+        self.norms += other.norms
+        self.tokens += other.tokens
+        self.clipped_low += other.clipped_low
+        self.clipped_high += other.clipped_high
+        self.entropy += other.entropy
+        self.differences += other.differences
+
+    def skip(self, reason: str) -> None:
+        self.skips[reason] += 1
+        self.skipped = reason
 
 
 class TorchLearner:
@@ -114,8 +134,8 @@ class TorchLearner:
                 share = rows.size * batch.rows / kept.size
                 self._optimiser_step(batch, rows, share, proximal, number == 0, sums)
         else:
-            sums.skipped = "no_signal" if batch.rows else "no_rows"
-        self._skipped_steps += sums.skipped_steps
+            sums.skip("no_signal" if batch.rows else "no_rows")
+        self._skipped_steps += sums.skips.total() if kept.size else 0
         return self._report(batch, kept, rate, sums)
 
     def checkpoint(self) -> dict[str, bytes]:
@@ -179,26 +199,26 @@ class TorchLearner:
         self._optimiser.zero_grad(set_to_none=True)
         lengths = torch.from_numpy(batch.policy_tokens[rows].astype(np.float32))
         weights = dict(zip(rows.tolist(), self._loss.row_weights(lengths, share).tolist(), strict=True))
-        total = 0.0
+        step, total = _Sums(), 0.0
         for micro in self._micro_batches(batch, rows):
-            loss = self._micro_loss(micro, weights, float(lengths.sum()), proximal, first, sums)
+            loss = self._micro_loss(micro, weights, float(lengths.sum()), proximal, first, step)
             total += float(loss.detach())
             if not np.isfinite(total):
-                return self._skip("non_finite_loss", sums)
+                return self._skip(NON_FINITE_LOSS, sums)
             loss.backward()
         norm = float(torch.nn.utils.clip_grad_norm_(list(self._parameters.values()), self._settings.max_gradient_norm))
         if not np.isfinite(norm):
-            return self._skip("non_finite_gradient", sums)
+            return self._skip(NON_FINITE_GRADIENT, sums)
         self._optimiser.step()
         self._step += 1
-        sums.losses.append(total)
-        sums.norms.append(norm)
-        return None
+        step.losses.append(total)
+        step.norms.append(norm)
+        return sums.add(step)
 
     def _skip(self, reason: str, sums: _Sums) -> None:
+        """Leave the weights, AdamW's moments and its count of steps as they are; the learning rate goes by depth anyway."""
         self._optimiser.zero_grad(set_to_none=True)
-        sums.skipped_steps += 1
-        sums.skipped = reason
+        sums.skip(reason)
 
     def _micro_loss(
         self, micro: MicroBatch, weights: dict[int, float], tokens: float, proximal: dict[int, Tensor], first: bool, sums: _Sums
@@ -254,6 +274,7 @@ class TorchLearner:
             effective_sample_share=float(ratio.sum() ** 2 / (ratio.numel() * (ratio**2).sum())) if some else 0.0,
             entropy=sums.entropy / tokens,
             optimiser_steps=len(sums.losses),
-            skipped_steps=sums.skipped_steps,
+            skipped_steps=sum(count for reason, count in sums.skips.items() if reason in NON_FINITE),
             skipped=sums.skipped,
+            skip_reasons=dict(sums.skips),
         )

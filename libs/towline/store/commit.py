@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from msgspec import UNSET
+
 from towline.contract.entries import LogEntry, OpenEntry, VersionEntry
 from towline.errors import ConflictError, InvariantError
 from towline.store.log import Log
@@ -41,6 +43,7 @@ def version_entry(log: Log, manifest: Manifest, manifest_digest: str, verify_sec
         upload_seconds=manifest.upload_seconds,
         verify_seconds=verify_seconds,
         missing_rows=facts.missing_rows,
+        skip_reasons=facts.skip_reasons or UNSET,
     )
 
 

@@ -30,6 +30,7 @@ class VersionFacts(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: str | None = None
     missing_rows: int = 0
     probe: Probe | None = None
+    skip_reasons: dict[str, int] = {}
 
 
 class FileRecord(msgspec.Struct, frozen=True, array_like=True):

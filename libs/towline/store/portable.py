@@ -243,6 +243,7 @@ def _staged(
         step=version.step,
         batch_cursor=0,  # of a CONTROL that isn't this run's
         missing_rows=found.facts.missing_rows,
+        skip_reasons=found.facts.skip_reasons,
         probe=version.probe,
     )
     manifest = msgspec.structs.replace(found, run=log.run, epoch=epoch.epoch, base=epoch.head, write_id=write_id, facts=facts)

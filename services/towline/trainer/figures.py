@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from towline.contract.entries import VersionEntry
 from towline.learner.base import StepReport
@@ -28,6 +30,9 @@ class Figures:
     tokens: int = 0
     skipped_steps: int = 0
     skipped_batches: int = 0
+    skip_reasons: dict[str, int] = field(default_factory=dict)
+    """Reason -> optimiser steps (batches for no_rows and no_signal)."""
+    padding_share: float = 0.0
     missing_rows: int = 0
     idle_seconds: float = 0.0
     """Waiting for a batch or, in sync mode, for a commit."""
@@ -54,6 +59,8 @@ class Figures:
         self.tokens += report.tokens
         self.skipped_steps += report.skipped_steps
         self.skipped_batches += not report.trained
+        self.skip_reasons = dict(Counter(self.skip_reasons) + Counter(report.skip_reasons))
+        self.padding_share = report.padding_share
         self.missing_rows += missing_rows
         self.train_seconds += seconds
 
@@ -69,5 +76,5 @@ class Figures:
         self.upload_seconds += entry.upload_seconds
         self.commit_seconds += seconds
 
-    def plain(self) -> dict[str, float]:
+    def plain(self) -> dict[str, Any]:
         return asdict(self)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,7 @@ class Unstaged:
     batches: int = 0
     skipped: list[int] = field(default_factory=list)
     missing_rows: int = 0
+    skip_reasons: Counter[str] = field(default_factory=Counter)
 
 
 class Training:
@@ -182,6 +184,7 @@ class Training:
         self._cursor = work.batch.sequence
         self._unstaged.batches += 1
         self._unstaged.missing_rows += gathered.missing_rows
+        self._unstaged.skip_reasons.update(report.skip_reasons)
         if not report.trained:
             self._unstaged.skipped.append(record.for_depth)
         self._figures.trained(
@@ -211,6 +214,7 @@ class Training:
             checkpoint=None,
             missing_rows=unstaged.missing_rows,
             probe=probe,
+            skip_reasons=dict(unstaged.skip_reasons),
         )
         return Snapshot(state=state, facts=facts, checkpoint=self._learner.checkpoint() if due else None)
 

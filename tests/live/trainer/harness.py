@@ -32,6 +32,7 @@ from towline.learner.advantages.group_normalised import group_normalised
 from towline.learner.base import Row, pack_rows
 from towline.learner.export import convert_folder
 from towline.learner.torch_backend import TorchLearner
+from towline.store.commit import version_entry
 from towline.store.log import Log
 from towline.store.objects import ObjectStore, open_store
 from towline.store.versions import materialize, read_manifest
@@ -268,21 +269,11 @@ class FakePublisher:
 
     def _commit(self, staged: Staged) -> LogEntry:
         manifest = read_manifest(self.objects, staged.folder, staged.manifest_digest)
-        facts = manifest.facts
 
         def build(log: Log) -> LogEntry:
             if log.lineage.newest_epoch != staged.epoch or log.lineage.quarantined(staged.base):
                 raise _OvertakenError
-            return VersionEntry(
-                number=log.next_number, prev=log.head_digest, write_id=staged.write_id, at=time.time(), epoch=staged.epoch,
-                base=staged.base, base_digest=log.digest(staged.base), depth=facts.depth, skipped=facts.skipped,
-                representation=manifest.representation, codec=manifest.codec, folder=manifest.folder,
-                manifest_digest=staged.manifest_digest, layout_digest=manifest.layout_digest, model_digest=manifest.model_digest,
-                density=manifest.density, wire_bytes=manifest.wire_bytes, model_bytes=manifest.model_bytes, step=facts.step,
-                batch_cursor=facts.batch_cursor, checkpoint=facts.checkpoint, probe=facts.probe,
-                encode_seconds=manifest.encode_seconds, upload_seconds=manifest.upload_seconds, verify_seconds=0.0,
-                missing_rows=facts.missing_rows,
-            )  # fmt: skip
+            return version_entry(log, manifest, staged.manifest_digest, 0.0)
 
         entry = self.log.append(build)
         self.states[entry.number] = materialize(self.objects, self.log, entry.number, None)

@@ -31,10 +31,12 @@ class Recording:
 
 @dataclass
 class Broken:
-    """`kind` loss: a value that is NaN. `kind` gradient: a finite value whose gradient is infinite. `first` calls are sound."""
+    """`kind` loss: a value that is NaN. gradient: a finite value whose gradient is infinite. overflow: finite gradients whose
+    norm isn't. none: sound. The `first` calls are sound, and those after `first` + `last` are again."""
 
     kind: str
     first: int = 0
+    last: int = 1_000_000
     calls: list[int] = field(default_factory=list)
     needs_proximal: ClassVar[bool] = False
 
@@ -44,9 +46,11 @@ class Broken:
     def __call__(self, inputs: LossInputs) -> LossTerms:
         self.calls.append(1)
         values = -inputs.advantages * inputs.logprobs
-        if len(self.calls) > self.first:
+        if self.first < len(self.calls) <= self.first + self.last:
             if self.kind == "loss":
                 values = values * float("nan")
-            else:
+            elif self.kind == "overflow":
+                values = values * 1e30
+            elif self.kind == "gradient":
                 values = values + torch.sqrt(inputs.logprobs - inputs.logprobs.detach())
         return _terms(values)

@@ -147,9 +147,36 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_named(model_folder: Pa
     report = learner.train(make_batch(5))
     assert (report.skipped, report.skipped_steps, report.optimiser_steps) == (f"non_finite_{kind}", 1, 0)
     assert not report.trained
+    assert report.skip_reasons == {f"non_finite_{kind}": 1}
     assert (learner.step, learner.skipped_steps) == (0, 1)
     for name, tensor in weights_of(learner).items():
         assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("loss", "loss"), ("gradient", "gradient"), ("overflow", "gradient")])
+def test_a_skipped_step_leaves_no_trace_in_the_optimiser_or_the_schedule(model_folder: Path, kind: str, reason: str) -> None:
+    """Sound, broken, sound; against the same two sound batches without the broken one in between."""
+    arguments = {"kind": kind, "first": 1, "last": 1}
+    settings = settings_for(
+        model_folder, loss="unit.learner.custom_losses:Broken", loss_arguments=arguments, warmup_steps=5, weight_decay=0.1
+    )
+    learner = TorchLearner(model_folder, settings, 0)
+    sound = TorchLearner(model_folder, settings_for(model_folder, loss="unit.learner.custom_losses:Broken",
+                         loss_arguments={"kind": "none"}, warmup_steps=5, weight_decay=0.1), 0)  # fmt: skip
+    for depth, batch in ((0, make_batch(50)), (2, make_batch(52, for_depth=2))):
+        if depth == 2:
+            before = learner.checkpoint()["weights.safetensors"]
+            report = learner.train(make_batch(51, for_depth=1))
+            assert (report.skip_reasons, report.trained) == ({f"non_finite_{reason}": 1}, False)
+            assert np.isfinite([report.loss, report.gradient_norm, report.mismatch_kl, report.logprob_abs_diff]).all()
+            assert learner.checkpoint()["weights.safetensors"] == before
+            torch.randperm(12, generator=sound._random)  # the broken batch's rows were put in order too
+        reports = [each.train(batch) for each in (learner, sound)]
+        assert reports[0] == reports[1]
+        assert reports[0].trained
+    assert learner.checkpoint()["weights.safetensors"] == sound.checkpoint()["weights.safetensors"]
+    assert learner.checkpoint()["optimiser.safetensors"] == sound.checkpoint()["optimiser.safetensors"]
+    assert learner.step == sound.step == 2
 
 
 def test_the_other_minibatches_of_a_batch_are_still_trained(model_folder: Path) -> None:
@@ -158,6 +185,8 @@ def test_the_other_minibatches_of_a_batch_are_still_trained(model_folder: Path) 
     learner = TorchLearner(model_folder, settings, 0)
     report = learner.train(make_batch(6))
     assert (report.optimiser_steps, report.skipped_steps, report.skipped) == (1, 2, "non_finite_gradient")
+    assert report.trained
+    assert report.skip_reasons == {"non_finite_gradient": 2}
     assert all(bool(torch.isfinite(tensor).all()) for tensor in weights_of(learner).values())
 
 
@@ -165,7 +194,8 @@ def test_rows_without_a_signal_are_left_out(model_folder: Path) -> None:
     learner = TorchLearner(model_folder, settings_for(model_folder), 0)
     before = weights_of(learner)
     assert learner.train(make_batch(7, advantages=[0.0] * 12)).skipped == "no_signal"
-    assert learner.train(make_batch(7, rows=0)).skipped == "no_rows"
+    empty = learner.train(make_batch(7, rows=0))
+    assert (empty.skipped, empty.skip_reasons, empty.skipped_steps) == ("no_rows", {"no_rows": 1}, 0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(learner).items())
 
     mixed = [0.0 if row % 2 else 1.0 for row in range(12)]
