@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
-EXTRAS := torch,local,fast,checksums,dev
+EXTRAS := torch,local,fast,checksums,plots,dev
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test soak lint clean bench-weights sglang-venv test-sglang
