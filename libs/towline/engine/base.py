@@ -33,6 +33,13 @@ class Progress:
     queue_seconds: float
     generate_seconds: float
 
+    def finished(self, finish: GenerationFinish) -> Generation:
+        """It, as a request's whole answer."""
+        return Generation(
+            tokens=self.tokens, logprobs=self.logprobs, spans=self.spans, finish=finish,
+            queue_seconds=self.queue_seconds, generate_seconds=self.generate_seconds,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:

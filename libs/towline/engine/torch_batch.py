@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from towline.contract.task import VersionSpan
-from towline.engine.base import GenerateRequest, Generation, GenerationFinish
+from towline.engine.base import GenerateRequest, Generation, GenerationFinish, Progress
 from towline.engine.sampling import seed_word, uniforms
 from towline.engine.torch_cache import BatchCache, regroup
 from towline.engine.torch_sampling import SamplingPlan, draw
@@ -25,6 +25,7 @@ from towline.errors import EngineError
 
 Ints = npt.NDArray[np.int64]
 _STOP, _LENGTH, _NO_DISTRIBUTION = 1, 2, 3
+_NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +53,8 @@ class SlotTable:
         self.prompt = np.zeros(slots, np.int64)
         self.count = np.zeros(slots, np.int64)
         self.budget = np.zeros(slots, np.int64)
+        self.tell_at = np.full(slots, _NEVER, np.int64)
+        """The count at which the request wants to know what it has."""
         self.temperature = np.ones(slots, np.float32)
         self.top_p = np.ones(slots, np.float32)
         self.top_k = np.zeros(slots, np.int64)
@@ -65,6 +68,7 @@ class SlotTable:
         sequence.slot, self.sequences[slot] = slot, sequence
         self.seed[slot], self.position0[slot] = seed_word(request.seed), request.position0
         self.prompt[slot], self.count[slot], self.budget[slot] = len(request.tokens), 0, sequence.budget
+        self.tell_at[slot] = _NEVER if request.on_progress is None else request.progress_every
         self.temperature[slot], self.top_p[slot], self.top_k[slot] = sampling.temperature, sampling.top_p, sampling.top_k
         stops = sampling.stop_token_ids
         if len(stops) > self.stops.shape[1]:
@@ -91,24 +95,27 @@ class SlotTable:
         output: list[int] = self.tokens[slot, : self.count[slot]].tolist()
         return sequence.request.tokens + output
 
-    def release(self, slot: int, finish: GenerationFinish) -> tuple[Sequence, Generation]:
-        """Free the slot; the sequence with what it generated."""
+    def progress(self, slot: int) -> tuple[Sequence, Progress]:
+        """The sequence with all that it has so far."""
         sequence = self.sequences[slot]
         assert sequence is not None
         count = int(self.count[slot])
-        self.sequences[slot] = None
-        self.free.append(slot)
         starts = [cut for cut in sequence.cuts if cut.start < count]
         ends = [cut.start for cut in starts[1:]] + [count]
-        generation = Generation(
+        return sequence, Progress(
             tokens=self.tokens[slot, :count].tolist(),
             logprobs=self.logprobs[slot, :count].tolist(),
             spans=[VersionSpan(cut.start, end, cut.version, cut.cut) for cut, end in zip(starts, ends, strict=True)],
-            finish=finish,
             queue_seconds=sequence.started - sequence.enqueued,
             generate_seconds=time.perf_counter() - sequence.started,
         )
-        return sequence, generation
+
+    def release(self, slot: int, finish: GenerationFinish) -> tuple[Sequence, Generation]:
+        """Free the slot; the sequence with what it generated."""
+        sequence, progress = self.progress(slot)
+        self.sequences[slot] = None
+        self.free.append(slot)
+        return sequence, progress.finished(finish)
 
 
 class TorchBatch:
@@ -130,6 +137,8 @@ class TorchBatch:
         self._plan: SamplingPlan | None = None
         self.finished: list[tuple[Sequence, Generation | EngineError]] = []
         """Filled by the steps; the owner takes and clears it. An error: the model gave the sequence no distribution."""
+        self.progressed: list[tuple[Sequence, Progress]] = []
+        """Likewise, of requests that want to know."""
 
     @property
     def free(self) -> int:
@@ -251,6 +260,10 @@ class TorchBatch:
         chosen = logprobs.cpu().numpy()
         outcome = table.record(slots, tokens.cpu().numpy(), chosen)
         outcome[~np.isfinite(chosen)] = _NO_DISTRIBUTION
+        for slot in slots[(table.count[slots] >= table.tell_at[slots]) & (outcome == 0)].tolist():
+            sequence, progress = table.progress(slot)
+            table.tell_at[slot] += sequence.request.progress_every
+            self.progressed.append((sequence, progress))
         if not (done := np.flatnonzero(outcome)).size:
             return slots
         left = slots.copy()

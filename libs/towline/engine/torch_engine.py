@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from towline.delta.state import ModelState
-from towline.engine.base import Activation, ActivationMode, GenerateRequest, Generation, token_budget
+from towline.engine.base import Activation, ActivationMode, GenerateRequest, Generation, Progress, token_budget
 from towline.engine.torch_batch import Sequence, TorchBatch
 from towline.engine.torch_weights import LiveWeights, folder_layout
 from towline.errors import EngineError, TowlineError, UsageError
@@ -274,8 +274,11 @@ class TorchEngine:
             batch.finished.append((sequence, _nothing(sequence)))
 
     def _deliver(self, batch: TorchBatch) -> None:
+        assert self._loop is not None
+        if batch.progressed:
+            told, batch.progressed = batch.progressed, []
+            self._loop.call_soon_threadsafe(_tell, told)
         if batch.finished:
-            assert self._loop is not None
             done, batch.finished = batch.finished, []
             _call(self._loop, [(sequence.ticket, result) for sequence, result in done])
 
@@ -304,6 +307,12 @@ def _nothing(sequence: Sequence) -> Generation:
 
 def _call(loop: asyncio.AbstractEventLoop, results: list[tuple[asyncio.Future[Any], Any]]) -> None:
     loop.call_soon_threadsafe(_settle, results)
+
+
+def _tell(told: list[tuple[Sequence, Progress]]) -> None:
+    for sequence, progress in told:
+        if sequence.request.on_progress is not None and not sequence.ticket.done():
+            sequence.request.on_progress(progress)
 
 
 def _settle(results: list[tuple[asyncio.Future[Any], Any]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from towline.contract.task import SamplingParams, VersionSpan
 from towline.delta.state import ModelState, RawTensor, TensorSpec
-from towline.engine.base import GenerateRequest, Generation
+from towline.engine.base import GenerateRequest, Generation, Progress
 from towline.engine.torch_engine import TorchEngine
 from towline.errors import EngineError, UsageError
 from unit.engine.models import VOCABULARY, Family, digest_of, make_model, plain_logprobs, save, state_of
@@ -127,6 +127,23 @@ async def test_a_hand_over_goes_on_with_the_same_tokens(rig: Rig) -> None:
     first = whole.tokens[:13]
     rest = await rig.engine.generate(request("hand@2", prompt(6, 2) + first, 30, position0=13))
     assert first + rest.tokens == whole.tokens
+
+
+async def test_what_a_request_has_so_far_is_told_at_each_mark_and_is_the_beginning_of_its_end(rig: Rig) -> None:
+    told: list[Progress] = []
+    wanted = replace(request("told", prompt(6, 3), 150), on_progress=told.append, progress_every=40)
+    others = [request(f"beside{i}", prompt(3 + i, i), 20 + 9 * i) for i in range(8)]
+    tasks = await running_until(rig.engine, request("short", prompt(5), 50), wanted)
+    beside = [asyncio.create_task(rig.engine.generate(item)) for item in others]
+    await rig.engine.activate(rig.state, 8, "retract", None)
+    [whole], _ = await asyncio.gather(asyncio.gather(*tasks), asyncio.gather(*beside))
+    assert [len(progress.tokens) for progress in told] == [40, 80, 120]
+    assert len(whole.spans) == 2
+    for progress in told:
+        count = len(progress.tokens)
+        assert (progress.tokens, progress.logprobs) == (whole.tokens[:count], whole.logprobs[:count])
+        spans = [(span.version, position) for span in progress.spans for position in range(span.start, span.end)]
+        assert spans == [(span.version, position) for span in whole.spans for position in range(span.start, span.end)][:count]
 
 
 @both_families
