@@ -1,0 +1,71 @@
+"""What an outcome does to the state: a score stands for its sample, a failure counts as an attempt or dooms the group."""
+
+from __future__ import annotations
+
+import math
+
+from towline.buffer.groups import Group, Sample, scored_from
+from towline.buffer.indexes import Indexes
+from towline.contract.outcome import Failure, Outcome, Score
+from towline.contract.task import TRAIN
+
+UNCOUNTED_STAGES = ("not_ready", "version_moved")
+"""Failures that say nothing about the sample: nobody served the version it needs in time."""
+_FINAL = {"malformed": "malformed", "verify": "verify_failed"}
+
+
+class Outcomes(Indexes):
+    """The facts, as OUTCOME changes them."""
+
+    def apply_outcome(self, outcome: Outcome, sequence: int) -> None:
+        """The outcome at `sequence` of OUTCOME. The first score of a sample stands, whichever of its tasks it names: a
+        trajectory is create-only per sample, so there is only one. One of a closed group is late."""
+        self.outcome_sequence = sequence
+        if isinstance(outcome, Score) and outcome.lane == TRAIN:
+            self.scored_samples += 1
+            self.scored_tokens += outcome.policy_tokens
+            self.mixed_samples += len({span.version for span in outcome.version_spans}) > 1
+        group = self.groups.get(outcome.group)
+        sample = group.samples[outcome.sample] if group is not None and 0 <= outcome.sample < len(group.samples) else None
+        # A trajectory that can't be read says no lane: reward's failure of it has an empty one.
+        foreign = group is not None and outcome.lane not in (group.lane, "")
+        if group is None or sample is None or foreign or sample.scored is not None:
+            if group is None and outcome.group >= self.next_group:
+                self.unpaced += 1
+            else:
+                self.late += 1
+        elif isinstance(outcome, Score):
+            self._score(group, sample, outcome)
+        elif group.task is not None:
+            self._fail(group, sample, outcome)
+
+    def _score(self, group: Group, sample: Sample, score: Score) -> None:
+        sample.scored = scored_from(score)
+        group.scores += 1
+        if group.batch is not None:
+            group.pack()  # a replay: CONTROL was read to its end first, and the batch already stands there
+            return
+        self.failing.pop((group.number, score.sample), None)
+        self.stranded.pop((group.number, score.sample), None)
+        self.lost.pop((group.number, score.sample), None)
+        self.look_for_surplus(group, score.sample)
+        if not math.isfinite(score.reward):
+            self.doom(group, sample, "verify_failed")
+        elif group.version is not None and sample.scored.versions != (group.version,):
+            self.doom(group, sample, "wrong_version")
+        self.index_score(group, sample)
+        if group.complete:
+            if group.is_train:
+                self.index_complete(group)
+            elif group.version is not None:
+                self.eval_scores[group.version] = self.eval_scores.get(group.version, 0) + 1
+
+    def _fail(self, group: Group, sample: Sample, failure: Failure) -> None:
+        key = (failure.task_sequence, failure.delivery, failure.stage)
+        if sample.failures is None:
+            sample.failures = {}
+        sample.failures.setdefault(key, failure.stage not in UNCOUNTED_STAGES)
+        if failure.final:
+            self.doom(group, sample, _FINAL.get(failure.stage, "failed"))
+        if sample.failing:
+            self.failing[group.number, failure.sample] = None
