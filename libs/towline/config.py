@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
-from towline.bus.topology import MAX_ATOMIC_MESSAGES, RUN_NAME
+from towline.bus.topology import ACK_WAIT_SECONDS, MAX_ATOMIC_MESSAGES, REWARD_ACK_WAIT_SECONDS, RUN_NAME
 from towline.errors import UsageError
 
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
@@ -161,6 +161,9 @@ class RolloutSettings(_Section):
     poll_seconds: Positive = 0.5
     """How often the LOG is read where no hint comes."""
     max_context_tokens: Count = 4096
+    ack_wait_seconds: Annotated[float, Field(ge=1)] = ACK_WAIT_SECONDS
+    """How long the tasks of a killed worker stay with it, and so what a synchronous run may stand still. A worker that the
+    bus hears nothing of for so long is taken for dead: what it is at is generated a second time."""
     arguments: dict[str, Any] = {}
     """The engine's own."""
 
@@ -173,12 +176,30 @@ class RewardSettings(_Section):
     max_attempts: Count = 3
     timeout_seconds: Positive = 30.0
     concurrency: Count = 64
+    ack_wait_seconds: Annotated[float, Field(ge=1)] = REWARD_ACK_WAIT_SECONDS
+    """How long what a killed replica had in hand stays with it."""
 
 
 class TrainerSettings(_Section):
     backend: Literal["torch", "megatron"] = "torch"
     device: str = "cpu"
+    """cpu, or cuda: the GPU of each rank's number on its machine."""
     threads: Count = 1
+    """Of each rank."""
+    dp: Count = 1
+    """Data parallel ranks: each computes on its part of a batch's rows. `towline up` starts dp x tp x pp processes as one trainer."""
+    tp: Count = 1
+    """Tensor parallel ranks (megatron): each has a part of every matrix."""
+    pp: Count = 1
+    """Pipeline parallel ranks (megatron): each has some of the layers."""
+    sequence_parallel: bool = False
+    """With tp: activations between the matrices are split along the sequence (megatron)."""
+    distributed_optimizer: bool = False
+    """With dp: each rank has a part of the optimiser's state (megatron)."""
+    recompute: bool = False
+    """Activations are computed again in the backward pass instead of being kept (megatron)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the forward and backward pass (megatron); with bfloat16 the optimiser has fp32 masters."""
     loss: str = "grpo"
     loss_arguments: dict[str, Any] = {}
     advantage: str = "group_normalised"
@@ -200,6 +221,19 @@ class TrainerSettings(_Section):
     mode: Literal["auto", "sync", "async"] = "auto"
     """sync waits for each version's commit before the next step; auto: sync where max_staleness is 0."""
     delta_mode: str = "default"
+
+    @property
+    def ranks(self) -> int:
+        """Processes that compute one step together."""
+        return self.dp * self.tp * self.pp
+
+    @model_validator(mode="after")
+    def _parallel(self) -> TrainerSettings:
+        if self.backend != "megatron" and (self.tp > 1 or self.pp > 1):
+            raise ValueError("tp and pp need backend = 'megatron'")
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("sequence_parallel needs tp > 1")
+        return self
 
 
 class PublisherSettings(_Section):

@@ -119,12 +119,16 @@ class Consumer:
                     return [delivery for delivery in deliveries if delivery is not None]
                 await asyncio.sleep(_PAUSE_SECONDS)
 
-    async def update(self, *, max_ack_pending: int) -> None:
-        """Let `max_ack_pending` messages be out unacked, from now on."""
+    async def update(self, *, max_ack_pending: int | None = None, ack_wait_seconds: float | None = None) -> None:
+        """Let `max_ack_pending` messages be out unacked, each for `ack_wait_seconds`, from now on; None changes nothing."""
+        wanted: dict[str, Any] = {}
+        if max_ack_pending is not None:
+            wanted["max_ack_pending"] = max_ack_pending
+        if ack_wait_seconds is not None:
+            wanted["ack_wait"] = int(ack_wait_seconds * _NANOSECONDS)
         info = await self._info()
-        if info is None or info["config"]["max_ack_pending"] != max_ack_pending:
-            config = (info["config"] if info else self._config()) | {"max_ack_pending": max_ack_pending}
-            await self._create(config)
+        if info is None or any(info["config"][key] != value for key, value in wanted.items()):
+            await self._create((info["config"] if info else self._config()) | wanted)
 
     async def pending(self) -> int:
         """Messages that nobody has been given yet."""

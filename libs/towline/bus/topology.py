@@ -14,11 +14,12 @@ from towline.errors import UsageError
 RUN_NAME = re.compile(r"[a-z0-9-]{1,32}")
 
 ACK_WAIT_SECONDS = 45.0
-"""How long a killed worker's tasks stay with it, so a batch may wait as long; a synchronous run stands still meanwhile."""
-IN_PROGRESS_SECONDS = 15.0
-"""Two may be lost in a row: a cluster that elects a new leader was measured without answers for up to 10 s."""
+"""`rollout.ack_wait_seconds` unless set: a cluster that elects a new leader was measured without answers for up to 10 s."""
+IN_PROGRESS_SHARE = 1 / 3
+"""Of the ack wait, between two signs of life for what is in hand: two may be lost in a row."""
 REWARD_ACK_WAIT_SECONDS = 20.0
-"""Shorter, since scoring is quick and a whole batch may wait for what a killed replica had in hand."""
+"""`reward.ack_wait_seconds` where nothing is set. Shorter, since scoring is quick and a whole batch may wait for it."""
+PUBLISHER_ACK_WAIT_SECONDS = 300.0
 REGISTRY_TTL_SECONDS = 15.0
 LEASE_TTL_SECONDS = 15.0
 MAX_ATOMIC_MESSAGES = 1000
@@ -135,23 +136,24 @@ class Topology:
         return self.subject(f"dead.{stage}")
 
     # consumers
-    def lane_consumer(self, lane: str, fleet_slots: int, version: int | None = None) -> ConsumerSpec:
+    def lane_consumer(
+        self, lane: str, fleet_slots: int, version: int | None = None, ack_wait_seconds: float = ACK_WAIT_SECONDS
+    ) -> ConsumerSpec:
         """The lane's one consumer, from which every worker pulls. An exact version's goes away when nobody pulls."""
         return ConsumerSpec(
             stream=self.stream(CONTROL),
             durable=f"lane-{_lane(lane, version).replace('.', '-')}",
             filters=(self.task(lane, version), self.reissue(lane, version)),
             max_ack_pending=max(2 * fleet_slots, 1),
+            ack_wait_seconds=ack_wait_seconds,
             inactive_seconds=600.0 if version is not None else None,
         )
 
-    def reward_consumer(self, max_ack_pending: int = 4096) -> ConsumerSpec:
-        return ConsumerSpec(
-            self.stream(TRAJECTORY), "reward", (self.subject("trajectory.>"),), max_ack_pending, REWARD_ACK_WAIT_SECONDS
-        )
+    def reward_consumer(self, max_ack_pending: int = 4096, ack_wait_seconds: float = REWARD_ACK_WAIT_SECONDS) -> ConsumerSpec:
+        return ConsumerSpec(self.stream(TRAJECTORY), "reward", (self.subject("trajectory.>"),), max_ack_pending, ack_wait_seconds)
 
     def publisher_consumer(self) -> ConsumerSpec:
-        return ConsumerSpec(self.stream(POLICY), "publisher", (self.policy("staged"),), 16, 300.0)
+        return ConsumerSpec(self.stream(POLICY), "publisher", (self.policy("staged"),), 16, PUBLISHER_ACK_WAIT_SECONDS)
 
 
 def _lane(lane: str, version: int | None) -> str:

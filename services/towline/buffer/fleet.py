@@ -16,9 +16,10 @@ from towline.store.lineage import Lineage
 class Fleet:
     """`refresh` now and then; `prepare` before tasks of an eval version are issued."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, ack_wait_seconds: float) -> None:
         self.replicas: list[ReplicaInfo] = []
         self._bus = bus
+        self._ack_wait_seconds = ack_wait_seconds
         self._lanes: dict[int | None, tuple[Consumer, int]] = {}
         """None (lane train) or an eval version -> its consumer and the slots that it was last told of."""
 
@@ -43,11 +44,12 @@ class Fleet:
     async def prepare(self, version: int | None) -> None:
         """The lane's consumer is there, before a task of it is issued, and knows the fleet's slots."""
         consumer, known = self._lanes.get(version, (None, -1))
-        spec = self._bus.topology.lane_consumer(TRAIN if version is None else EVAL, self.slots, version)
+        lane = TRAIN if version is None else EVAL
+        spec = self._bus.topology.lane_consumer(lane, self.slots, version, self._ack_wait_seconds)
         if consumer is None:
             consumer = await self._bus.consumer(spec)
         if known != self.slots:
-            await consumer.update(max_ack_pending=spec.max_ack_pending)
+            await consumer.update(max_ack_pending=spec.max_ack_pending, ack_wait_seconds=spec.ack_wait_seconds)
         self._lanes[version] = (consumer, self.slots)
 
     def eligible(self, lineage: Lineage, not_before_depth: int) -> bool:

@@ -70,7 +70,7 @@ class Leader:
     def __init__(self, settings: Settings, bus: Bus, objects: ObjectStore, tell: Tell) -> None:
         self.state = State()
         self.lineage = Lineage()
-        self.fleet = Fleet(bus)
+        self.fleet = Fleet(bus, settings.rollout.ack_wait_seconds)
         self.janitor = Janitor(bus, objects, lambda: self.state)
         self.finished = False
         self.looks: Counter[str] = Counter()

@@ -122,9 +122,19 @@ async def _consumer_info(bus: Bus, spec: ConsumerSpec) -> tuple[int, bool]:
     return int(info["ack_floor"]["stream_seq"]), True
 
 
+async def _ack_wait_nanoseconds(bus: Bus, spec: ConsumerSpec) -> int:
+    """What reward.ack_wait_seconds made of the consumer that is there."""
+    try:
+        info = await bus.jetstream.call("look at reward's consumer", f"CONSUMER.INFO.{spec.stream}.{spec.durable}")
+    except ApiError:
+        return int(spec.ack_wait_seconds * _NANOSECONDS)
+    return int(info["config"]["ack_wait"])
+
+
 async def _deliver_again(bus: Bus, spec: ConsumerSpec, start: int) -> None:
     """Reward's consumer anew, from `start` on: its replicas find it again by name. Where one of them made it in between,
     it begins at the stream's first message, which repeats more; scores are create-only, so nothing counts twice."""
+    wait = await _ack_wait_nanoseconds(bus, spec)
     config = {
         "name": spec.durable,
         "durable_name": spec.durable,
@@ -132,7 +142,7 @@ async def _deliver_again(bus: Bus, spec: ConsumerSpec, start: int) -> None:
         "deliver_policy": "by_start_sequence",
         "opt_start_seq": start,
         "ack_policy": "explicit",
-        "ack_wait": int(spec.ack_wait_seconds * _NANOSECONDS),
+        "ack_wait": wait,
         "max_deliver": -1,
         "max_ack_pending": spec.max_ack_pending,
     }

@@ -18,7 +18,7 @@ import structlog
 
 from towline import faults
 from towline.bus.client import Bus, Consumer, Delivery
-from towline.bus.topology import IN_PROGRESS_SECONDS
+from towline.bus.topology import IN_PROGRESS_SHARE, PUBLISHER_ACK_WAIT_SECONDS
 from towline.config import Settings
 from towline.contract.codec import encode
 from towline.contract.policy import Committed, Refused, Staged, decode_policy
@@ -152,7 +152,7 @@ async def _in_progress(delivery: Delivery) -> AsyncIterator[None]:
 
     async def say_so() -> None:
         while True:
-            await asyncio.sleep(IN_PROGRESS_SECONDS)
+            await asyncio.sleep(PUBLISHER_ACK_WAIT_SECONDS * IN_PROGRESS_SHARE)
             await delivery.in_progress()
 
     task = asyncio.create_task(say_so(), name="publisher-in-progress")

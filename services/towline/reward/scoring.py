@@ -16,7 +16,7 @@ import structlog
 from towline import faults
 from towline.bus.client import Bus
 from towline.bus.consumer import Delivery
-from towline.bus.topology import OUTCOME, REWARD_ACK_WAIT_SECONDS
+from towline.bus.topology import IN_PROGRESS_SHARE, OUTCOME
 from towline.config import RewardSettings
 from towline.contract.codec import digest, encode
 from towline.contract.outcome import Failure, FailureStage, Score
@@ -33,8 +33,6 @@ RETRY_SECONDS = (1.0, 5.0, 15.0, 30.0)
 """Before the second, third, … attempt of a verifier; the last one repeats."""
 ROOM_SECONDS = 5.0
 """Before a score that the bus had no room or no time for is tried again."""
-KEEP_SECONDS = REWARD_ACK_WAIT_SECONDS / 4
-"""How often a delivery that takes long is said to be in progress."""
 
 
 @dataclass(slots=True)
@@ -75,9 +73,10 @@ class Scorer:
 
     async def keep_alive(self) -> None:
         """Tell the server of deliveries that take long; runs until it is cancelled."""
+        seconds = self._settings.ack_wait_seconds * IN_PROGRESS_SHARE
         while True:
-            await asyncio.sleep(KEEP_SECONDS)
-            late = time.monotonic() - KEEP_SECONDS
+            await asyncio.sleep(seconds)
+            late = time.monotonic() - seconds
             for delivery, started in list(self._at_work.values()):
                 if started < late:
                     await delivery.in_progress()

@@ -55,7 +55,9 @@ class RewardService(Service):
         }
 
     async def run(self) -> None:
-        consumer = await self.bus.consumer(self.bus.topology.reward_consumer())
+        seconds = self.settings.reward.ack_wait_seconds
+        consumer = await self.bus.consumer(self.bus.topology.reward_consumer(ack_wait_seconds=seconds))
+        await consumer.update(ack_wait_seconds=seconds)
         self.health.ready()
         keeping = asyncio.create_task(self._scorer.keep_alive(), name="keep-alive")
         ending = asyncio.create_task(self._until_end(), name="run-end")

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import structlog
 
 from towline.bus.client import Consumer, Delivery
-from towline.bus.topology import IN_PROGRESS_SECONDS
+from towline.bus.topology import IN_PROGRESS_SHARE
 from towline.contract.control import ReissueRecord, TaskRecord, decode_control
 from towline.contract.task import EVAL, TRAIN, Task
 from towline.errors import MalformedError, UnavailableError
@@ -30,6 +30,7 @@ class Intake:
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
         self._slots = bench.engine.slots
+        self._ack_wait_seconds = bench.settings.rollout.ack_wait_seconds
         self._attempts: dict[int, Attempt] = {}
         self._runners: set[asyncio.Task[None]] = set()
         self._freed = asyncio.Event()
@@ -69,7 +70,8 @@ class Intake:
     async def run(self) -> None:
         """An attempt that breaks where none should ends it with that exception."""
         bus = self._bench.bus
-        train = await bus.consumer(bus.topology.lane_consumer(TRAIN, self._slots))
+        train = await bus.consumer(bus.topology.lane_consumer(TRAIN, self._slots, ack_wait_seconds=self._ack_wait_seconds))
+        await train.update(ack_wait_seconds=self._ack_wait_seconds)
         heartbeat = asyncio.create_task(self._stay_in_progress())
         try:
             while not self._closing:
@@ -115,7 +117,8 @@ class Intake:
                 await self._eval[1].close()
                 self._eval = None
             bus = self._bench.bus
-            self._eval = (version, await bus.consumer(bus.topology.lane_consumer(EVAL, self._slots, version)))
+            spec = bus.topology.lane_consumer(EVAL, self._slots, version, self._ack_wait_seconds)
+            self._eval = (version, await bus.consumer(spec))
         return self._eval[1]
 
     async def _start(self, deliveries: Iterable[Delivery]) -> int:
@@ -160,6 +163,6 @@ class Intake:
 
     async def _stay_in_progress(self) -> None:
         while True:
-            await asyncio.sleep(IN_PROGRESS_SECONDS)
+            await asyncio.sleep(self._ack_wait_seconds * IN_PROGRESS_SHARE)
             for attempt in list(self._attempts.values()):
                 await attempt.delivery.in_progress()

@@ -109,6 +109,17 @@ async def test_max_ack_pending_is_updated_live_and_survives_a_new_reader(bus: Bu
     assert len(await newcomer.fetch(20, 0.2)) == 2
 
 
+async def test_the_ack_wait_of_a_consumer_that_is_there_is_updated_alone(bus: Bus) -> None:
+    await _tasks(bus, 3)
+    older = await bus.consumer(bus.topology.lane_consumer("train", 4))
+    await older.update(max_ack_pending=2)
+    await older.update(ack_wait_seconds=1.0)
+    assert len(await older.fetch(3, 0.2)) == 2
+    again = await older.fetch(3, 10.0)
+    assert [delivery.num_delivered for delivery in again] == [2] * len(again)
+    assert 1 <= len(again) <= 2, "max_ack_pending stays as it was"
+
+
 async def test_a_lane_gets_its_own_tasks_and_reissues_only(bus: Bus) -> None:
     log = ControlLog(bus, "buffer")
     topology = bus.topology

@@ -85,10 +85,13 @@ async def publish(bus: Bus, make_trajectory, groups: range) -> None:
         await bus.create(bus.topology.trajectory(group, 0), data)
 
 
-async def test_killed_and_started_again_it_scores_every_sample_once(bus, config, make_trajectory, monkeypatch):
-    monkeypatch.setattr("towline.bus.topology.REWARD_ACK_WAIT_SECONDS", 1.0)
-    consumer = await bus.consumer(bus.topology.reward_consumer())  # with the short ack wait, which the service then finds
-    slow = {"TOWLINE_REWARD__FUNCTION": "my_rewards:slow", "TOWLINE_REWARD__CONCURRENCY": "2"}
+async def test_killed_and_started_again_it_scores_every_sample_once(bus, config, make_trajectory):
+    consumer = await bus.consumer(bus.topology.reward_consumer())  # an older one, whose ack wait the service sets right
+    slow = {
+        "TOWLINE_REWARD__FUNCTION": "my_rewards:slow",
+        "TOWLINE_REWARD__CONCURRENCY": "2",
+        "TOWLINE_REWARD__ACK_WAIT_SECONDS": "1",
+    }
     await publish(bus, make_trajectory, range(100))
     async with running(config, **slow) as process:
         assert len(await until_scored(bus, 10)) < 100
