@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from towline.delta.state import ModelState
 from towline.errors import MalformedError
+from towline.learner.sharing import Place, Share
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -55,6 +56,8 @@ class TrainBatch:
     """[R]"""
     staleness: npt.NDArray[np.int32]
     """[R]"""
+    share: Share | None = None
+    """Where several ranks split a batch: which rows these R are, and the others' weights. None: they are the whole batch."""
 
     @property
     def rows(self) -> int:
@@ -85,8 +88,8 @@ def check_row(row: Row, vocabulary: int) -> None:
         raise MalformedError(f"{name}: the advantage isn't finite", code="advantage")
 
 
-def pack_rows(for_depth: int, rows: Sequence[Row]) -> TrainBatch:
-    """The rows as a batch; `rows` may be empty."""
+def pack_rows(for_depth: int, rows: Sequence[Row], share: Share | None = None) -> TrainBatch:
+    """The rows as a batch; `rows` may be empty. With `share` they are those that `share.mine` numbers, in that order."""
     mask = _join([row.loss_mask for row in rows], np.uint8)
     return TrainBatch(
         for_depth=for_depth,
@@ -98,6 +101,7 @@ def pack_rows(for_depth: int, rows: Sequence[Row]) -> TrainBatch:
         advantages=np.array([row.advantage for row in rows], np.float32),
         temperatures=np.array([row.temperature for row in rows], np.float32),
         staleness=np.array([row.staleness for row in rows], np.int32),
+        share=share,
     )
 
 
@@ -149,8 +153,17 @@ class StepReport:
 class Learner(Protocol):
     """A policy under training. Not thread-safe: one caller at a time, but what `state` and `checkpoint` return is the caller's.
 
-    After `restore(checkpoint())`, also in another process, the same batches give the same weights; bit-exactly on a CPU.
+    A backend is called as (folder, settings, seed), and where several ranks make one learner as (folder, settings, seed, world).
+    Every rank then makes the same calls in the same order, each with its own part of the arguments; each call is collective.
+
+    After `restore(checkpoint())`, also in other processes, the same batches give the same weights; bit-exactly on a CPU where the
+    layout of the ranks is the same.
     """
+
+    @property
+    def place(self) -> Place:
+        """Which part of a batch this rank computes on, and with whom. `Place()` where it's alone."""
+        ...
 
     @property
     def step(self) -> int:
@@ -163,21 +176,39 @@ class Learner(Protocol):
         ...
 
     def state(self) -> ModelState:
-        """The weights in the publish dtype under their canonical Hugging Face names: an independent copy."""
+        """The weights in the publish dtype under their canonical Hugging Face names: an independent copy, in host memory.
+
+        Of several ranks each has its own part: over all of them every name stands once, on the rank that publishes it, always the
+        same one. Tensors that are split over ranks are joined one at a time, so that no rank needs room for the whole model. Copies
+        that must be equal (data parallel ones, norms under tensor parallelism) are compared: `InvariantError` names one that isn't.
+        """
         ...
 
     def train(self, batch: TrainBatch) -> StepReport:
-        """Train on a batch. A step whose loss or gradient isn't finite leaves the weights alone and is named in the report."""
+        """Train on a batch. A step whose loss or gradient isn't finite leaves the weights alone and is named in the report.
+
+        With `batch.share` the batch holds this rank's rows: order, minibatches and the weights of the mean are those of the whole
+        batch (so its gradient is the sum over the ranks), and the report is the whole batch's, the same on every rank.
+        """
         ...
 
     def logprobs(self, tokens: Sequence[int], state: ModelState | None = None) -> list[float]:
-        """Of tokens[1:] at temperature 1: under the master weights, or under `state` as a replica would serve it."""
+        """Of tokens[1:] at temperature 1: under the master weights, or under `state` as a replica would serve it.
+
+        On every rank the same. Of several ranks each gives the part that its own `state()` has just returned; a backend may round
+        its weights to the publish dtype instead of reading it.
+        """
         ...
 
     def checkpoint(self) -> dict[str, bytes]:
-        """File name -> bytes: weights, optimiser and random state. safetensors and JSON only."""
+        """File name -> bytes: weights, optimiser and random state. safetensors and JSON only.
+
+        Of several ranks each has its own files, whose names no other rank has.
+        """
         ...
 
     def restore(self, files: Mapping[str, bytes]) -> None:
-        """Take over a checkpoint; `CorruptError` where it isn't this model's."""
+        """Take over a checkpoint; `CorruptError` where it isn't this model's, `UsageError` where it's that of ranks laid out in a way
+        that this backend can't read. `files` holds every rank's and reads each when it's asked for.
+        """
         ...

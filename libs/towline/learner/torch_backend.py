@@ -28,6 +28,7 @@ from towline.learner.penalties.entropy import entropy
 from towline.learner.penalties.kl import kl_k3
 from towline.learner.registry import CORRECTIONS, LOSSES, build
 from towline.learner.schedule import Schedule
+from towline.learner.sharing import Place
 from towline.learner.torch_batch import Indices, MicroBatch, micro_batches
 from towline.learner.torch_model import PUBLISH_DTYPES, CausalModel, pick
 
@@ -107,6 +108,10 @@ class TorchLearner:
     def skipped_steps(self) -> int:
         """Optimiser steps that the guard against non-finite numbers skipped, since entry 0."""
         return self._skipped_steps
+
+    @property
+    def place(self) -> Place:
+        return Place()
 
     @property
     def vocabulary(self) -> int:
