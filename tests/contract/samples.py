@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from towline.contract import control, entries, outcome, policy
+from towline.contract.partial import Partial, prompt_digest
 from towline.contract.task import Cursor, PromptRef, SamplingParams, Task, VersionSpan, pack_tokens
 from towline.contract.trajectory import Segment, Timings, Trajectory
 
@@ -37,6 +38,18 @@ def trajectory(**changes: Any) -> Trajectory:
     return Trajectory(**(values | changes))
 
 
+def partial(**changes: Any) -> Partial:
+    """What `trajectory()` was after its tool answered and its policy had chosen one more token."""
+    whole = trajectory()
+    values: dict[str, Any] = dict(
+        run="golden", group=7, sample=1, task_sequence=11, delivery=2, starts=1, prompt_digest=prompt_digest(TASK),
+        environment=TASK.environment, sampling=SAMPLING, seed=99, tokens=whole.tokens, logprobs=whole.logprobs,
+        version_spans=whole.version_spans, segments=whole.segments, turn_finish="stop", environment_state=b"\x01state",
+        engine="torch", replica="worker-0", at=1002.0, queue_seconds=0.25, generate_seconds=0.5,
+    )  # fmt: skip
+    return Partial(**(values | changes))
+
+
 def wire(trajectory_bytes: bytes) -> dict[str, Any]:
     """A trajectory's message as a plain dictionary, to be spoiled."""
     return msgspec.msgpack.decode(trajectory_bytes)
@@ -46,9 +59,9 @@ def repack(tree: dict[str, Any]) -> bytes:
     return msgspec.msgpack.encode(tree)
 
 
-def same(left: Trajectory, right: Trajectory) -> bool:
+def same(left: Trajectory | Partial, right: Trajectory | Partial) -> bool:
     """Equal bit for bit, NaNs included."""
-    for field in dataclasses.fields(Trajectory):
+    for field in dataclasses.fields(left):
         a, b = getattr(left, field.name), getattr(right, field.name)
         if isinstance(a, np.ndarray):
             if a.dtype != b.dtype or a.tobytes() != b.tobytes():

@@ -15,6 +15,7 @@ from towline.contract.codec import encode
 from towline.contract.control import decode_control
 from towline.contract.entries import decode_entry, encode_entry
 from towline.contract.outcome import decode_outcome
+from towline.contract.partial import decode_partial, encode_partial
 from towline.contract.policy import decode_policy
 from towline.contract.trajectory import decode_trajectory, encode_trajectory
 
@@ -44,6 +45,12 @@ def test_the_golden_trajectory_decodes_bit_for_bit() -> None:
     assert samples.same(decode_trajectory((FOLDER / "trajectory.msgpack").read_bytes()), samples.trajectory())
 
 
+def test_the_golden_partial_decodes_bit_for_bit() -> None:
+    partial = decode_partial((FOLDER / "partial.msgpack").read_bytes())
+    assert samples.same(partial, samples.partial())
+    assert partial.is_of(samples.TASK)
+
+
 @pytest.mark.parametrize("kind", samples.ENTRIES)
 def test_a_golden_entry_decodes_and_its_bytes_are_stable(kind: str) -> None:
     entry = samples.ENTRIES[kind]
@@ -54,7 +61,7 @@ def test_a_golden_entry_decodes_and_its_bytes_are_stable(kind: str) -> None:
 
 def test_every_golden_file_is_read_by_a_test() -> None:
     known = {f"{name}.msgpack" for name in MESSAGES} | {f"entry-{kind}.json" for kind in samples.ENTRIES}
-    assert {path.name for path in FOLDER.iterdir()} == known | {"trajectory.msgpack"}
+    assert {path.name for path in FOLDER.iterdir()} == known | {"trajectory.msgpack", "partial.msgpack"}
 
 
 if __name__ == "__main__":
@@ -62,6 +69,7 @@ if __name__ == "__main__":
     files = {f"{name}.msgpack": encode(message) for name, (message, _) in MESSAGES.items()}
     files |= {f"entry-{kind}.json": encode_entry(entry) for kind, entry in samples.ENTRIES.items()}
     files["trajectory.msgpack"] = encode_trajectory(samples.trajectory())
+    files["partial.msgpack"] = encode_partial(samples.partial())
     for name, data in files.items():
         if not (FOLDER / name).exists():
             (FOLDER / name).write_bytes(data)

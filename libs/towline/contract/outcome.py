@@ -14,7 +14,9 @@ from towline.contract.codec import SCHEMA, decode
 from towline.contract.task import VersionSpan
 from towline.contract.trajectory import FinishReason
 
-FailureStage = Literal["not_ready", "generate", "environment", "stale", "version_moved", "malformed", "verify", "abandoned"]
+FailureStage = Literal[
+    "not_ready", "generate", "environment", "stale", "version_moved", "malformed", "verify", "abandoned", "poisoned"
+]
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True, tag="score", tag_field="kind"):

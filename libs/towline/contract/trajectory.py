@@ -130,7 +130,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
             logprobs=pack(trajectory.logprobs, "<f4"),
             version_start=trajectory.version_start,
             version_end=trajectory.version_end,
-            checksum=_checksum(trajectory.tokens, trajectory.loss_mask, trajectory.logprobs),
+            checksum=checksum(trajectory.tokens, trajectory.loss_mask, trajectory.logprobs),
         )
     )
 
@@ -148,7 +148,7 @@ def decode_trajectory(data: bytes) -> Trajectory:
         check_trajectory(trajectory)
         if (wire.version_start, wire.version_end) != (trajectory.version_start, trajectory.version_end):
             raise MalformedError("version_start or version_end isn't that of the spans", code="spans")
-        if wire.checksum != _checksum(trajectory.tokens, trajectory.loss_mask, trajectory.logprobs):
+        if wire.checksum != checksum(trajectory.tokens, trajectory.loss_mask, trajectory.logprobs):
             raise MalformedError("the checksum of the arrays differs", code="checksum")
     except MalformedError as error:
         raise MalformedError(f"trajectory {wire.group}.{wire.sample}: {error}", code=error.code, data=data) from error
@@ -157,35 +157,50 @@ def decode_trajectory(data: bytes) -> Trajectory:
 
 def check_trajectory(trajectory: Trajectory) -> None:
     """Raise `MalformedError` unless the arrays agree and every policy token has a version and a finite logprob."""
-    length = trajectory.tokens.size
-    for name in ("loss_mask", "logprobs"):
-        if getattr(trajectory, name).size != length:
-            raise MalformedError(f"{name} has {getattr(trajectory, name).size} elements, tokens {length}", code="length")
-    if length and int(trajectory.tokens.min()) < 0:
-        raise MalformedError("a token ID is negative", code="tokens")
     mask = trajectory.loss_mask
+    if not mask.any():
+        raise MalformedError("no token was chosen by the policy", code="empty")
+    check_tokens(trajectory.tokens, mask, trajectory.logprobs, trajectory.version_spans, trajectory.segments)
+
+
+def check_tokens(
+    tokens: npt.NDArray[np.int32],
+    mask: npt.NDArray[np.uint8],
+    logprobs: npt.NDArray[np.float32],
+    version_spans: tuple[VersionSpan, ...],
+    segments: tuple[Segment, ...],
+) -> None:
+    """`check_trajectory` for tokens of which none need be the policy's."""
+    length = tokens.size
+    for name, array in (("loss_mask", mask), ("logprobs", logprobs)):
+        if array.size != length:
+            raise MalformedError(f"{name} has {array.size} elements, tokens {length}", code="length")
+    if length and int(tokens.min()) < 0:
+        raise MalformedError("a token ID is negative", code="tokens")
     if length and int(mask.max()) > 1:
         raise MalformedError("loss_mask holds something other than 0 and 1", code="loss_mask")
     chosen = mask.astype(bool)
-    if not chosen.any():
-        raise MalformedError("no token was chosen by the policy", code="empty")
-    logprobs = trajectory.logprobs
     if not np.isfinite(logprobs[chosen]).all():
         position = int(np.flatnonzero(chosen & ~np.isfinite(logprobs))[0])
         raise MalformedError(f"the logprob of policy token {position} isn't finite", code="logprobs")
-    if float(logprobs[chosen].max()) > 1e-4:
+    if chosen.any() and float(logprobs[chosen].max()) > 1e-4:
         raise MalformedError("a logprob is positive", code="logprobs")
     if not np.isnan(logprobs[~chosen]).all():
         raise MalformedError("a token that the policy didn't choose has a logprob", code="logprobs")
-    _check_cover("segments", trajectory.segments, np.ones(length, bool))
-    _check_cover("version_spans", trajectory.version_spans, chosen)
-    authored = np.zeros(length, bool)
-    for segment in trajectory.segments:
-        authored[segment.start : segment.end] = segment.kind == "policy"
-    if not np.array_equal(authored, chosen):
+    _check_cover("segments", segments, np.ones(length, bool))
+    _check_cover("version_spans", version_spans, chosen)
+    if not np.array_equal(policy_mask(segments, length), mask):
         raise MalformedError("the policy segments aren't where loss_mask is 1", code="segments")
-    if trajectory.version_spans[0].cut != "start":
+    if version_spans and version_spans[0].cut != "start":
         raise MalformedError("the first version span doesn't begin with cut=start", code="spans")
+
+
+def policy_mask(segments: tuple[Segment, ...], length: int) -> npt.NDArray[np.uint8]:
+    """uint8[length]: 1 where a segment says that the policy chose the token."""
+    mask = np.zeros(length, np.uint8)
+    for segment in segments:
+        mask[segment.start : segment.end] = segment.kind == "policy"
+    return mask
 
 
 def _check_cover(name: str, spans: tuple[VersionSpan, ...] | tuple[Segment, ...], wanted: npt.NDArray[np.bool_]) -> None:
@@ -202,7 +217,8 @@ def _check_cover(name: str, spans: tuple[VersionSpan, ...] | tuple[Segment, ...]
                              f"{'un' if wanted[position] else ''}covered", code="spans")  # fmt: skip
 
 
-def _checksum(*arrays: npt.NDArray[np.generic]) -> int:
+def checksum(*arrays: npt.NDArray[np.generic]) -> int:
+    """xxh3-64 of the arrays' bytes, one after the other."""
     state = xxhash.xxh3_64()
     for array in arrays:
         state.update(np.ascontiguousarray(array).view(np.uint8).data)
