@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Protocol
 
 from towline.delta import classes, frames, streams
 from towline.delta.backend import Backend, backend
@@ -33,6 +34,12 @@ class ApplyReport:
     @property
     def density(self) -> float:
         return self.changed / self.elements if self.elements else 0.0
+
+
+class Journal(Protocol):
+    """Told of each range of a tensor's bytes before it is changed; called by several threads, for ranges that don't overlap."""
+
+    def record(self, spec: TensorSpec, first_byte: int, old: Bytes, new: Bytes) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +123,14 @@ def apply_parts(
     digests: Mapping[str, str] | None,
     threads: int | None,
     backend_name: str | None,
+    journal: Journal | None = None,
 ) -> ApplyReport:
-    """As `codec.apply` documents it."""
+    """As `codec.apply` documents it. With a journal, each block is decoded beside the state and written there once the journal
+    knows what it replaces."""
     check_state(state, layout)
     began = time.perf_counter()
     report = ApplyReport()
-    worker = _Decoder(backend(backend_name), digests)
+    worker = _Decoder(backend(backend_name), digests, journal)
     tasks = _tasks(state, parts, Coverage(layout), report)
     for task, checked in in_order(worker.run, tasks, threads or default_threads()):
         report.changed += task.block.changed
@@ -194,9 +203,10 @@ def unpack_block(block: Block, packed: Sequence[bytes | memoryview], dtype: str)
 
 
 class _Decoder:
-    def __init__(self, backend: Backend, digests: Mapping[str, str] | None) -> None:
+    def __init__(self, backend: Backend, digests: Mapping[str, str] | None, journal: Journal | None) -> None:
         self._backend = backend
         self._digests = digests
+        self._journal = journal
 
     def run(self, task: _Task) -> tuple[_Task, dict[str, str]]:
         """Apply and verify one block; the digests of the tensors that are whole in it."""
@@ -204,17 +214,22 @@ class _Decoder:
         first_byte = task.block.start * width_of(dtype)
         piece = PieceHash(algorithm, task.tensor, first_byte, task.views[0]) if task.tensor else None
         hashes = [] if piece else [StateHash(algorithm) for _ in task.specs]
+        views = task.views if self._journal is None else [view.copy() for view in task.views]
 
         def absorb(index: int, start: int, stop: int) -> None:
-            (piece or hashes[index]).update(task.views[index][start:stop])
+            (piece or hashes[index]).update(views[index][start:stop])
 
         try:
             data = unpack_block(task.block, task.packed, dtype)
-            entries = self._backend.decode(task.block.codec, task.views, data, width_of(dtype), is_sign_magnitude(dtype), absorb)
+            entries = self._backend.decode(task.block.codec, views, data, width_of(dtype), is_sign_magnitude(dtype), absorb)
         except CorruptError as error:
             raise CorruptError(f"{_where(task)}: {error}", code=error.code) from error
         if task.block.codec not in (streams.RAW, streams.DIFF) and entries != task.block.changed:
             raise CorruptError(f"{_where(task)}: {entries} entries, {task.block.changed} declared", code="delta_stream")
+        if self._journal is not None:
+            for spec, old, new in zip(task.specs, task.views, views, strict=True):
+                self._journal.record(spec, first_byte, old, new)
+                old[:] = new
         if piece is not None:
             if piece.finish() != task.head.block_checks[task.index]:
                 raise CorruptError(f"{_where(task)} isn't what was encoded: {_HINT}", code="delta_checksum")
