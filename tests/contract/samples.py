@@ -97,6 +97,17 @@ CONTROL: dict[str, control.Record] = {
         writer="b1/7", version=4, depth=3, wanted=2, rows=(control.EvalRow(10, 0, 22, DIGEST, 1.0),), mean=1.0
     ),
     "fork": control.ForkRecord(writer="b1/8", epoch=6, base=4, depth=3),
+    "batch+over_stale": control.BatchRecord(
+        writer="b1/11",
+        epoch=1,
+        for_depth=4,
+        rows=(control.BatchRow(7, 1, 21, DIGEST, 0.75, 1, 3),),
+        at=1003.0,
+        over_stale=control.OverStale(mode="mask", max_staleness=2, rows=(control.OverStaleRow(0, 2),)),
+    ),
+    "drop+offered": control.DropRecord(writer="b1/12", lane="external", group=-17, samples=0, reason="unpaced", offered=3),
+    "requeue": control.RequeueRecord(writer="b1/13", dead=5, group=8, task=TASK),
+    "admit+external": control.AdmitRecord(writer="b1/14", lane="external", group=-17, sample=1, group_size=2),
     "snapshot": control.SnapshotRecord(writer="b1/9", blob=DIGEST, covers=30, outcome_cursor=15),
     "end": control.EndRecord(writer="b1/10", reason="steps", depth=5),
 }

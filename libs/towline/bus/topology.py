@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from towline.contract.groups import group_token
 from towline.errors import UsageError
 
 RUN_NAME = re.compile(r"[a-z0-9-]{1,32}")
@@ -112,21 +113,21 @@ class Topology:
         return self.subject(f"control.reissue.{_lane(lane, version)}")
 
     def control(self, kind: str) -> str:
-        """`kind`: writer, batch, drop, cancel, admit, eval, fork, snapshot or end."""
+        """`kind`: writer, batch, drop, requeue, cancel, admit, eval, fork, snapshot or end."""
         return self.subject(f"control.{kind}")
 
     # data
     def trajectory(self, group: int | str, sample: int) -> str:
-        return self.subject(f"trajectory.{group}.{sample}")
+        return self.subject(f"trajectory.{_group(group)}.{sample}")
 
     def score(self, group: int | str, sample: int) -> str:
-        return self.subject(f"outcome.score.{group}.{sample}")
+        return self.subject(f"outcome.score.{_group(group)}.{sample}")
 
     def failure(self, group: int | str, sample: int) -> str:
-        return self.subject(f"outcome.failure.{group}.{sample}")
+        return self.subject(f"outcome.failure.{_group(group)}.{sample}")
 
     def partial(self, group: int | str, sample: int) -> str:
-        return self.subject(f"partial.{group}.{sample}")
+        return self.subject(f"partial.{_group(group)}.{sample}")
 
     def policy(self, kind: str) -> str:
         """`kind`: opened, staged, committed or refused."""
@@ -154,6 +155,11 @@ class Topology:
 
     def publisher_consumer(self) -> ConsumerSpec:
         return ConsumerSpec(self.stream(POLICY), "publisher", (self.policy("staged"),), 16, PUBLISHER_ACK_WAIT_SECONDS)
+
+
+def _group(group: int | str) -> str:
+    """Numbers below 0 are external groups: -17 is `ext-17`."""
+    return group if isinstance(group, str) else group_token(group)
 
 
 def _lane(lane: str, version: int | None) -> str:

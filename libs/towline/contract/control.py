@@ -5,6 +5,8 @@ Each record names the writer that appended it and is one whole fact. Its place i
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from towline.contract.codec import SCHEMA, decode
@@ -53,6 +55,26 @@ class BatchRow(msgspec.Struct, frozen=True, array_like=True):
     policy_tokens: int
 
 
+class OverStaleRow(msgspec.Struct, frozen=True, array_like=True):
+    """A row that holds tokens over the bound."""
+
+    row: int
+    """Its place among the record's rows."""
+    tokens: int
+    """Its policy tokens over the bound."""
+
+
+class OverStale(msgspec.Struct, frozen=True, kw_only=True):
+    """What the buffer decided about tokens over the bound: those whose version's depth is below for_depth - max_staleness."""
+
+    mode: Literal["mask", "keep"]
+    """mask: those tokens have no gradient. keep: their rows are trained whole, under the trainer's correction."""
+    max_staleness: int
+    """The bound that it judged by."""
+    rows: tuple[OverStaleRow, ...]
+    """Every row that has such tokens, in order."""
+
+
 class BatchRecord(ControlRecord, frozen=True, kw_only=True, tag="batch"):
     """These rows train depth `for_depth` of the lineage of `epoch`."""
 
@@ -60,6 +82,8 @@ class BatchRecord(ControlRecord, frozen=True, kw_only=True, tag="batch"):
     for_depth: int
     rows: tuple[BatchRow, ...]
     at: float
+    over_stale: OverStale | msgspec.UnsetType = msgspec.UNSET
+    """Where no row is over the bound there is none."""
 
 
 class DropRecord(ControlRecord, frozen=True, kw_only=True, tag="drop"):
@@ -71,6 +95,19 @@ class DropRecord(ControlRecord, frozen=True, kw_only=True, tag="drop"):
     reason: str
     requeue: bool | msgspec.UnsetType = msgspec.UNSET
     """Its prompt is admitted again, as a new group."""
+    offered: int | msgspec.UnsetType = msgspec.UNSET
+    """An external group that was never admitted: how many of its samples were scored. `samples` is 0 then."""
+
+
+class RequeueRecord(ControlRecord, frozen=True, kw_only=True, tag="requeue"):
+    """Somebody asked for it: the prompt of a group that was dropped is admitted again, as a new group. Once for a group."""
+
+    dead: int
+    """The dead letter that was named: its sequence in DEAD."""
+    group: int
+    """The dropped one; the new group's tasks name it in `requeues`."""
+    task: Task
+    """A task of the dropped group, whole."""
 
 
 class CancelRecord(ControlRecord, frozen=True, kw_only=True, tag="cancel"):
@@ -83,7 +120,7 @@ class CancelRecord(ControlRecord, frozen=True, kw_only=True, tag="cancel"):
 
 
 class AdmitRecord(ControlRecord, frozen=True, kw_only=True, tag="admit"):
-    """An unpaced sample from outside is taken in, at its score."""
+    """A sample from outside is taken in, once all of its group are scored; a group's records are one atomic batch."""
 
     lane: str
     group: int
@@ -137,7 +174,7 @@ class EndRecord(ControlRecord, frozen=True, kw_only=True, tag="end"):
 
 
 Record = (
-    WriterRecord | TaskRecord | ReissueRecord | BatchRecord | DropRecord | CancelRecord | AdmitRecord | EvalRecord
+    WriterRecord | TaskRecord | ReissueRecord | BatchRecord | DropRecord | RequeueRecord | CancelRecord | AdmitRecord | EvalRecord
     | ForkRecord | SnapshotRecord | EndRecord
 )  # fmt: skip
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
