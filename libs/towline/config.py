@@ -122,8 +122,13 @@ class BufferSettings(_Section):
     """Which complete groups are batched first: stalest_first, fifo, freshest_first, priority, or module:name of one's own."""
     tail_wait_seconds: Annotated[float, Field(ge=0)] = 0.0
     """A batch waits for groups that would be too stale for the next one, up to this long after their admission."""
-    over_stale: Literal["drop", "requeue"] = "drop"
-    """What becomes of a group over the bound; requeue: its prompt is admitted again as a new group."""
+    over_stale: Literal["drop", "requeue", "mask_stale_tokens", "keep"] = "drop"
+    """What becomes of a group over the bound. requeue: its prompt is admitted again as a new group; mask_stale_tokens: it's
+    trained, the tokens over the bound without a gradient; keep: it's trained whole, under trainer.correction."""
+    external: Literal["admit", "drop"] = "admit"
+    """Groups that others sampled, unasked (lane external): admitted as pacing has room, or always dropped as `unpaced`."""
+    external_groups: Annotated[int, Field(ge=0)] = 0
+    """Of groups_per_batch, how many are left to external groups; prompts fill the rest."""
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """Groups admitted for each one that a batch takes; what is too many becomes stale, and is dropped as that."""
     filter_equal_rewards: bool = False
@@ -166,6 +171,31 @@ class RolloutSettings(_Section):
     bus hears nothing of for so long is taken for dead: what it is at is generated a second time."""
     arguments: dict[str, Any] = {}
     """The engine's own."""
+    subscription: Literal["latest", "pinned", "behind", "canary"] = "latest"
+    """Which version a worker serves. pinned: `pinned_version` alone; behind: one that is at most `behind_versions` behind the
+    latest, so that it activates less often; canary: see `canary_share`."""
+    pinned_version: Annotated[int, Field(ge=0)] | None = None
+    """The LOG's number of the version that a pinned worker serves, on the line or not."""
+    behind_versions: Count = 1
+    canary_share: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """The share of the canary workers, at least one, that takes the newest version first: those whose names hash lowest."""
+    canary_seconds: Positive = 60.0
+    """The other canary workers follow once every one of those has proved a version and this time has passed."""
+    copy_folder: str = ""
+    """Where the host's copy of the weights lies, which its workers share: a disk or /dev/shm; empty: beside their run files."""
+    copy_budget_bytes: Annotated[int, Field(ge=0)] = 0
+    """What the copies on a host may take, in bytes of weights. Room for two or more: a version is made beside the one that is
+    served. For one: it is made in place, with an undo journal. 0: two, and as many as are in use."""
+    prepare_threads: Annotated[int, Field(ge=0)] = 0
+    """Threads that prepare a version, at low priority; 0: the cores that `threads` leaves free, at least one."""
+    missing_seconds: Positive = 600.0
+    """How long parts that aren't in the store (yet) are waited for before their version counts as failed here."""
+
+    @model_validator(mode="after")
+    def _pinned(self) -> RolloutSettings:
+        if (self.subscription == "pinned") != (self.pinned_version is not None):
+            raise ValueError('pinned_version and subscription = "pinned" go together: set both or neither')
+        return self
 
 
 class RewardSettings(_Section):
@@ -187,7 +217,7 @@ class TrainerSettings(_Section):
     threads: Count = 1
     """Of each rank."""
     dp: Count = 1
-    """Data parallel ranks: each computes on its part of a batch's rows. `towline up` starts dp x tp x pp processes as one trainer."""
+    """Data parallel ranks: each computes on its part of a batch's rows. A trainer is dp x tp x pp processes."""
     tp: Count = 1
     """Tensor parallel ranks (megatron): each has a part of every matrix."""
     pp: Count = 1
@@ -272,6 +302,17 @@ class Settings(_Section):
     trainer: TrainerSettings = TrainerSettings()
     publisher: PublisherSettings = PublisherSettings()
     service: ServiceSettings = ServiceSettings()
+
+    @model_validator(mode="after")
+    def _agree(self) -> Settings:
+        if self.buffer.over_stale == "keep" and self.trainer.correction == "none":
+            raise ValueError(
+                "buffer.over_stale = 'keep' trains on samples over the bound: set trainer.correction (tis, icepop, "
+                "sequence_mask or module:name), or buffer.over_stale to another"
+            )
+        if self.buffer.external_groups > self.buffer.groups_per_batch:
+            raise ValueError("buffer.external_groups is more than buffer.groups_per_batch: it's a part of it")
+        return self
 
 
 def load_settings(path: Path, overrides: dict[str, Any] | None = None) -> Settings:

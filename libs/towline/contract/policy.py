@@ -49,6 +49,15 @@ PolicyMessage = Opened | Staged | Committed | Refused
 _policy: msgspec.msgpack.Decoder[PolicyMessage] = msgspec.msgpack.Decoder(PolicyMessage)
 
 
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """A version that a replica has served. `published_at` is its LOG entry's time, `at` that of the ack."""
+
+    version: int
+    depth: int
+    published_at: float
+    at: float
+
+
 class Ack(msgspec.Struct, frozen=True, kw_only=True):
     """A replica serves `version`, and how it knows."""
 
@@ -67,6 +76,10 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True):
     wire_bytes: int
     mode: Literal["initial", "drain", "in_place", "retract"]
     at: float
+    history: tuple[Served, ...] = ()
+    """The last versions that this process acknowledged, this one last."""
+    failed: dict[int, str] = {}
+    """Versions that it couldn't serve, and why."""
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,10 +91,14 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     slots: int
     busy: int
-    state: Literal["starting", "following", "preparing", "activating", "serving", "failed", "draining"]
+    state: Literal["starting", "following", "preparing", "prepared", "activating", "serving", "failed", "draining"]
     version: int | None
     detail: str = ""
     at: float
+    subscription: Literal["latest", "pinned", "behind", "canary"] = "latest"
+    started_at: float = 0.0
+    failed: dict[int, str] = {}
+    """Versions that it couldn't serve, and why."""
 
 
 _ack = msgspec.msgpack.Decoder(Ack)

@@ -55,7 +55,7 @@ class Fleet:
     def eligible(self, lineage: Lineage, not_before_depth: int) -> bool:
         """Whether a replica serves, or is on its way to, a version of the line with this depth."""
         for replica in self.replicas:
-            if replica.state in ("starting", "preparing", "activating", "following"):
+            if replica.state in ("starting", "preparing", "prepared", "activating", "following"):
                 return True
             if replica.state == "serving" and replica.version is not None:
                 with contextlib.suppress(MissingError):
