@@ -23,6 +23,7 @@ from towline.delta import codec, files
 from towline.delta.part import PartReader
 from towline.delta.state import DTYPE_BYTES, copy_state, layout_of, model_digest, tensor_digests
 from towline.errors import CorruptError, MissingError, UsageError
+from towline.store.keys import lacking_part
 
 app = typer.Typer(help="Weight deltas between safetensors files or checkpoint folders.", no_args_is_help=True)
 
@@ -162,9 +163,8 @@ def _parts(delta: Path) -> list[Path]:
     parts = sorted(delta.glob(PARTS))
     if not parts:
         raise MissingError(f"{delta} holds no {PARTS}: it isn't a delta")
-    for number, path in enumerate(parts):
-        if path.name != f"part-{number:05d}.safetensors":
-            raise CorruptError(f"{delta} lacks part-{number:05d}.safetensors", code="delta_incomplete")
+    if (lacking := lacking_part([path.name for path in parts])) is not None:
+        raise CorruptError(f"{delta} lacks {lacking}", code="delta_incomplete")
     return parts
 
 

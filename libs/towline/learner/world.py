@@ -1,7 +1,7 @@
 """The processes that compute one step together: bytes between them, and agreement on errors. Alone, every call is trivial.
 
-A `World` is a gloo group on the CPUs with time-outs, whatever device the learner is on. It carries bytes, never pickles. All ranks make
-the same calls in the same order; a rank that dies or hangs is an `UnavailableError` on the others, after which a world is of no use.
+A `World` is a gloo group on the CPUs with time-outs, whatever device the learner is on. It carries bytes, never pickles. All
+ranks make the same calls in the same order; a rank that dies or hangs is an `UnavailableError` on the others, and ends the world.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class World:
         self.all_gather(b"")
 
     def agree(self, error: TowlineError | None = None) -> None:
-        """Raise the first rank's error on every rank, if one has one. So all ranks go on, or all of them repeat, or all give up."""
+        """Raise the first rank's error on every rank, if one has one: so all go on, or all repeat, or all give up."""
         if self._alone:
             if error is not None:
                 raise error
@@ -94,7 +94,7 @@ class World:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """The block is done on all ranks, or a `TowlineError` that one of them met is raised on all. No calls of this world inside."""
+        """The block is done on all ranks, or a `TowlineError` that one met is raised on all. No calls of this world inside."""
         error: TowlineError | None = None
         try:
             yield

@@ -5,7 +5,7 @@ A checkpoint counts only once a committed version names it, since the state it h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -13,12 +13,12 @@ import xxhash
 
 from towline.contract.codec import SCHEMA
 from towline.contract.entries import VersionEntry
-from towline.errors import CorruptError
+from towline.errors import CorruptError, InvariantError
 from towline.store import keys
 from towline.store.log import Log
 from towline.store.manifest import FileRecord
 from towline.store.objects import ObjectStore, ensure
-from towline.store.transfer import fetch_all
+from towline.store.transfer import fetch, fetch_all
 
 _UPLOADS = 4
 
@@ -50,13 +50,28 @@ _decoder = msgspec.json.Decoder(_Manifest)
 
 def save(objects: ObjectStore, run: str, name: str, files: Mapping[str, bytes], meta: CheckpointMeta) -> None:
     """Store the files under a fresh `name` (`keys.new_write_id()`); it's there whole or not at all."""
+    seal(objects, run, name, save_files(objects, run, name, files), meta)
+
+
+def save_files(objects: ObjectStore, run: str, name: str, files: Mapping[str, bytes]) -> list[FileRecord]:
+    """Some of a checkpoint's files; several writers may each store theirs, side by side, under names of their own."""
     folder = keys.checkpoint_folder(run, name)
     records = [FileRecord(file, len(data), xxhash.xxh3_128_hexdigest(data)) for file, data in sorted(files.items())]
     with ThreadPoolExecutor(_UPLOADS, "towline-checkpoint") as pool:
         for upload in [pool.submit(objects.put, f"{folder}/{file}", data) for file, data in files.items()]:
             upload.result()
-    manifest = _Manifest(checkpoint=name, meta=meta, files=tuple(records))
-    ensure(objects, keys.manifest(folder), msgspec.json.encode(manifest))
+    return records
+
+
+def seal(objects: ObjectStore, run: str, name: str, records: Sequence[FileRecord], meta: CheckpointMeta) -> None:
+    """The manifest, once every file is stored: after it the checkpoint is there. `InvariantError` for a file stored twice."""
+    names = [record.name for record in records]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvariantError(f"checkpoint file {twice!r} was stored by two ranks; report it as a bug", code="staged_twice")
+    files = tuple(sorted(records, key=lambda record: record.name))
+    manifest = _Manifest(checkpoint=name, meta=meta, files=files)
+    ensure(objects, keys.manifest(keys.checkpoint_folder(run, name)), msgspec.json.encode(manifest))
 
 
 def exists(objects: ObjectStore, run: str, name: str) -> bool:
@@ -69,6 +84,30 @@ def load(objects: ObjectStore, run: str, name: str) -> tuple[dict[str, bytes], C
     manifest = _read_manifest(objects, run, name)
     folder = keys.checkpoint_folder(run, name)
     return {file.name: data for file, data in fetch_all(objects, folder, manifest.files)}, manifest.meta
+
+
+class Files(Mapping[str, bytes]):
+    """A checkpoint's files by name, each fetched and verified when it's asked for: a rank reads those that it needs."""
+
+    def __init__(self, objects: ObjectStore, folder: str, files: Sequence[FileRecord]) -> None:
+        self._objects = objects
+        self._folder = folder
+        self._files = {file.name: file for file in files}
+
+    def __getitem__(self, name: str) -> bytes:
+        return fetch(self._objects, self._folder, self._files[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def open_files(objects: ObjectStore, run: str, name: str) -> tuple[Files, CheckpointMeta]:
+    """Like `load`, without the files' bytes before they are asked for."""
+    manifest = _read_manifest(objects, run, name)
+    return Files(objects, keys.checkpoint_folder(run, name), manifest.files), manifest.meta
 
 
 def read_meta(objects: ObjectStore, run: str, name: str) -> CheckpointMeta:

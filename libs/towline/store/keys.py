@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Sequence
 
 from towline.bus.topology import Topology
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
+_SHARDED_PART = re.compile(r"part-(\d{4})-\d{5}\.safetensors")
 _VERSION_FOLDER = re.compile(r"(\d{8,})-(\d{8,})-([A-Za-z0-9][A-Za-z0-9_-]{0,99})")
 
 
@@ -38,9 +40,27 @@ def manifest(folder: str) -> str:
     return f"{folder}/manifest.json"
 
 
-def part_name(index: int) -> str:
-    """In a version's folder; parts are applied in this order."""
-    return f"part-{index:05d}.safetensors"
+def part_name(index: int, shard: int | None = None) -> str:
+    """In a version's folder; parts are applied in the order of their names. `shard`: where several writers each wrote some."""
+    return f"part-{index:05d}.safetensors" if shard is None else f"part-{shard:04d}-{index:05d}.safetensors"
+
+
+def lacking_part(names: Sequence[str]) -> str | None:
+    """The first part that a version with these, in order, lacks: of one writer from 0 on, or of several, each from 0 on."""
+    last, count = -1, 0
+    for name in names:
+        found = _SHARDED_PART.fullmatch(name)
+        if found is None:
+            wanted = part_name(count)
+        elif (shard := int(found[1])) > last:
+            last, count = shard, 0
+            wanted = part_name(0, shard)
+        else:
+            wanted = part_name(count, last)
+        if name != wanted:
+            return wanted
+        count += 1
+    return None
 
 
 def anchor_folder(run: str, version: int, write_id: str) -> str:
