@@ -20,6 +20,7 @@ from towline.delta.checksum import SIZES, XXH3_128, hasher
 from towline.delta.encoder import MAX_PART_BYTES, MODES, EncodedPart, EncodeReport, parts_of
 from towline.delta.folding import fold_parts
 from towline.delta.part import Source
+from towline.delta.plan import MAX_BLOCK_BYTES
 from towline.delta.state import ModelState, RawTensor, TensorSpec
 from towline.errors import UsageError
 
@@ -68,8 +69,8 @@ def encode(
     max_part_bytes: a part ends before its streams exceed this, unless one block does by itself.
     checksum: algorithm of the checksums inside the parts; `report.digests` are xxh3-128 always.
     base_digest: `model_digest` of the base; recorded, so that `fold` can check that deltas follow each other.
-    block_bytes: state bytes a block, a multiple of 8: the unit of parallel work, of piece checksums and of memory. At most
-        2 x threads blocks are in flight.
+    block_bytes: state bytes a block, a multiple of 8 up to 1 GiB: the unit of parallel work, of piece checksums and of memory.
+        At most 2 x threads blocks are in flight.
 
     `new` may be a lazy mapping: each tensor is asked for once, in the order of the names, as encoding gets there. Neither
     state may change until the last part is taken. At least one part comes, also for an empty model.
@@ -77,8 +78,10 @@ def encode(
     """
     if mode not in MODES:
         raise UsageError(f"unknown delta mode {mode!r}: use one of {', '.join(MODES)}", code="delta_mode")
-    if block_bytes is not None and (block_bytes < 8 or block_bytes % 8):
-        raise UsageError(f"block_bytes must be a multiple of 8, not {block_bytes}", code="delta_block_bytes")
+    if block_bytes is not None and (not 8 <= block_bytes <= MAX_BLOCK_BYTES or block_bytes % 8):
+        raise UsageError(
+            f"block_bytes must be a multiple of 8, at most {MAX_BLOCK_BYTES}, not {block_bytes}", code="delta_block_bytes"
+        )
     hasher(checksum)
     report = EncodeReport()
     parts = parts_of(

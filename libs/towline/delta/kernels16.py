@@ -71,7 +71,7 @@ def encode(
     low: Any,
     high: Any,
 ) -> None:
-    """Append the entries of elements start..stop to the streams, which have room for every element."""
+    """Append the entries of elements start..stop, fewer than 2**32, to the streams, which have room for every element."""
     last, k, c, s, e = state[0], state[1], state[2], state[3], state[4]
     i = start
     while i < stop:
@@ -81,27 +81,28 @@ def encode(
         blocks = min(_u(BLOCKS), (stop - i) >> _u(5))
         for q in range(blocks):
             at = i + (q << _u(5))
+            here = at - start
             mask = differing(a, b, at + at)
             r = total
             total += ones(mask)
-            found[r] = at + trailing_zeros(mask)
+            found[r] = here + trailing_zeros(mask)
             mask &= mask - _u(1)
-            found[r + _u(1)] = at + trailing_zeros(mask)
+            found[r + _u(1)] = here + trailing_zeros(mask)
             mask &= mask - _u(1)
             r += _u(2)
             while mask != _u(0):
-                found[r] = at + trailing_zeros(mask)
+                found[r] = here + trailing_zeros(mask)
                 r += _u(1)
                 mask &= mask - _u(1)
         i += blocks << _u(5)
         if blocks < _u(BLOCKS):
             while i < stop:
                 if load(a, i + i) != load(b, i + i):
-                    found[total] = i
+                    found[total] = i - start
                     total += _u(1)
                 i += _u(1)
         for q in range(total):
-            p = _u(found[q])
+            p = _u(found[q]) + start
             gap = p - last - _u(1)
             last = p
             while gap >= _u(255):
@@ -134,7 +135,8 @@ def encode(
 def decode(
     w: Any, start: Any, stop: Any, flips: Any, state: Any, found: Any, gaps: Any, codes: Any, small: Any, low: Any, high: Any
 ) -> bool:
-    """Apply the entries of elements start..stop of w in place; False for streams that end too early, w half changed."""
+    """Apply the entries of elements start..stop, fewer than 2**32, of w in place. False for streams that end too early: then w is
+    half changed."""
     n_gaps, n_codes, n_small, n_low = _u(gaps.size), _u(codes.size), _u(small.size), _u(low.size)
     p, k, c, s, e = state[0], state[1], state[2], state[3], state[4]
     more = True
@@ -157,7 +159,7 @@ def decode(
             p = q
             k += _u(1)
             prefetch(w, q + q)
-            found[total] = q
+            found[total] = q - start
             total += _u(1)
         if (c + total + _u(3)) >> _u(2) > n_codes:
             return False
@@ -177,7 +179,7 @@ def decode(
                 y += 3
             z = (y + 1) & 0xFFFF
             d = (z >> 1) ^ -(z & 1)
-            at = _u(found[r]) << _u(1)
+            at = (_u(found[r]) + start) << _u(1)
             store(w, at, _unkey((_key(load(w, at), flips) + d) & 0xFFFF, flips))
     state[0], state[1], state[2], state[3], state[4] = p, k, c, s, e
     return True

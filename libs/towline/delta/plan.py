@@ -13,6 +13,7 @@ from towline.delta.state import RawTensor, TensorSpec
 BLOCK_BYTES = 8 << 20
 DENSE_BLOCK_BYTES = 64 << 20
 """Dense mode: the larger the block, the less its classes' streams cost."""
+MAX_BLOCK_BYTES = 1 << 30
 _HINT_BYTES = 2048
 
 
