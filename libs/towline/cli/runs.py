@@ -28,6 +28,7 @@ def up(
     store: Annotated[str | None, typer.Option(help="Instead of store.url: s3://bucket/prefix or file:///path.")] = None,
     steps: Annotated[int | None, typer.Option(help="Instead of run.steps.")] = None,
     run: Annotated[str | None, typer.Option(help="Instead of run.name.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Instead of rollout.engine: torch, sglang or synthetic.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any other setting.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -42,7 +43,7 @@ def up(
 
     source = _one_path(toml, config)
     overrides = _overrides(settings or [])
-    given = {"store.url": store, "run.steps": steps, "run.name": run}
+    given = {"store.url": store, "run.steps": steps, "run.name": run, "rollout.engine": engine}
     overrides |= {key: value for key, value in given.items() if value is not None}
     loaded = load_settings(source, overrides)
     directory = directory_of(loaded)
@@ -52,7 +53,9 @@ def up(
         try:
             finished = asyncio.run(Up(loaded, source, directory, console).run())
         except Interrupted as stopped:
-            console.print(f"stopped; `{_again(source, run)}` goes on from here", markup=False, highlight=False, soft_wrap=True)
+            console.print(
+                f"stopped; `{_again(source, run, engine)}` goes on from here", markup=False, highlight=False, soft_wrap=True
+            )
             raise typer.Exit(128 + stopped.number) from None
     if as_json:
         print(json.dumps({"summary": finished.summary.plain(), "audit": finished.audit.as_dict()}))
@@ -161,8 +164,8 @@ def _one_path(toml: Path | None, config: Path | None) -> Path:
     return path
 
 
-def _again(source: Path, run: str | None) -> str:
-    return f"towline up {source}{f' --run {run}' if run else ''}"
+def _again(source: Path, run: str | None, engine: str | None) -> str:
+    return f"towline up {source}{f' --run {run}' if run else ''}{f' --engine {engine}' if engine else ''}"
 
 
 def _overrides(assignments: list[str]) -> dict[str, Any]:
