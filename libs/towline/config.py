@@ -169,6 +169,21 @@ class RolloutSettings(_Section):
     ack_wait_seconds: Annotated[float, Field(ge=1)] = ACK_WAIT_SECONDS
     """How long the tasks of a killed worker stay with it, and so what a synchronous run may stand still. A worker that the
     bus hears nothing of for so long is taken for dead: what it is at is generated a second time."""
+    partial_every_tokens: Annotated[int, Field(ge=0)] = 256
+    """After so many tokens of a turn, and after each turn, what a running sample has is written down for whoever would have
+    to go on; 0: after turns only. Whatever runs when the worker is told to stop is written down in any case."""
+    max_starts: Count = 4
+    """How often a task may be begun without an outcome or more tokens, because its worker died, before it counts as poisoned."""
+    turn_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """A turn of the policy that takes longer ends its sample, as `deadline`; 0: none does."""
+    tool_seconds: Annotated[float, Field(ge=0)] = 120.0
+    """An answer of the environment that takes longer ends its sample, as `deadline`; 0: none does."""
+    group_margin_seconds: Annotated[float, Field(ge=0)] = 5.0
+    """A sample that still runs so long before its group's deadline ends, as `deadline`, rather than be dropped with all its
+    group; 0: it goes on."""
+    queue_seconds: Positive = 1.0
+    """A worker asks for fewer samples at a time where they wait longer than this in its engine (and than a tenth of the time
+    that they take), and for more again where they don't."""
     arguments: dict[str, Any] = {}
     """The engine's own."""
     subscription: Literal["latest", "pinned", "behind", "canary"] = "latest"
