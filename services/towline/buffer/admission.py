@@ -23,10 +23,10 @@ formed: 4 open + 4 batched = 8, no room. Two open groups are dropped: 6, so 2 ar
 batch is consumed, 4 wait, 4 are admitted. A fork back to depth 0 voids it: 4 + 8 = 12 > 8; nothing is admitted until the
 batch for depth 0, formed anew, is consumed. At depth 99 one batch is left: 4 groups, whatever the staleness.
 
-With oversampling or dynamic filtering, `groups_per_batch` above is admitted_per_batch = ceil(groups_per_batch * oversample):
-the surplus is never trained and becomes stale. Prompts of requeued groups come before new ones. In Reverb's words this is a
-rate limiter with samples-per-insert 1: a group is inserted while inserts - deletes - consumed <= error buffer, which is
-(1 + max_staleness) * admitted_per_batch groups; the trainer blocks on a missing batch, so the other side has no slack.
+With oversampling or dynamic filtering, `groups_per_batch` above is admitted_per_batch = ceil(groups_per_batch * oversample): the
+surplus is never trained and becomes stale. Prompts of requeued groups come before new ones. External groups (external.py) take
+room as any other; `external_groups` of each batch are left to them, which prompts don't fill. limiter.py says the same rule as a
+rate limiter with samples-per-insert 1 and a band of ahead * admitted_per_batch groups.
 
 The place in the queue gives a task its not_before_depth: the i-th waiting group (from 0) is trained at depth + i //
 groups_per_batch at the earliest, so a version max_staleness below that, and no fresher one, is what it needs.
@@ -36,20 +36,33 @@ from __future__ import annotations
 
 from msgspec import UNSET, UnsetType
 
+from towline.buffer.limiter import pacing
 from towline.buffer.view import Unit, View, seed_of
 from towline.contract.control import TaskRecord
 from towline.contract.task import TRAIN, Task, pack_tokens
 from towline.environment.prompts import Prompt, draw, exhausted
 
 
-def allowance(view: View) -> int:
-    """How many groups may be admitted now."""
-    rules, depth = view.rules, view.depth
-    ahead = min(1 + rules.max_staleness, rules.steps - depth)
+def room(view: View) -> int:
+    """How many groups may be admitted now, from wherever they come."""
     if view.resampled_out:
         return 0
-    room = ahead * rules.admitted_per_batch - view.state.waiting_groups(depth)
-    return max(0, min(room, rules.max_open_groups - len(view.state.open_train)))
+    paced = view.pacing.insertable(view.state.waiting_groups(view.depth))
+    return max(0, min(paced, view.rules.max_open_groups - len(view.state.open_train)))
+
+
+def allowance(view: View) -> int:
+    """How many groups may be admitted now for prompts."""
+    rules, depth = view.rules, view.depth
+    if not rules.external_groups:
+        return room(view)
+    ours = pacing(
+        groups_per_batch=rules.admitted_per_batch - rules.external_groups,
+        max_staleness=rules.max_staleness,
+        batches_left=rules.steps - depth,
+    )
+    waiting = view.state.waiting_groups(depth) - view.state.waiting_external(depth)
+    return min(room(view), ours.insertable(waiting))
 
 
 def admit(view: View) -> list[Unit]:

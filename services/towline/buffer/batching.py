@@ -1,17 +1,21 @@
 """The next batch: once per (epoch, for_depth), of whole groups, in the order of the run's policy.
 
-`tidying` has dropped every group over the bound before this is asked, so what is complete may train. A batch may be formed
+`tidying` has dropped every group that mustn't train before this is asked, so what is complete may; a group with tokens over the
+bound is among them only where `over_stale` says so, and the record says which rows. A batch may be formed
 before the trainer has consumed the one before it; how far ahead, the bound on staleness says.
 """
 
 from __future__ import annotations
 
 from heapq import nsmallest
+from typing import Literal
+
+from msgspec import UNSET, UnsetType
 
 from towline.buffer.groups import Group
 from towline.buffer.policies.base import Candidate
 from towline.buffer.view import Unit, View
-from towline.contract.control import BatchRecord, BatchRow
+from towline.contract.control import BatchRecord, BatchRow, OverStale, OverStaleRow
 from towline.errors import InvariantError
 
 
@@ -28,14 +32,31 @@ def batch(view: View) -> list[Unit]:
         return []
     candidates = (_candidate(state.groups[number], effective) for number in state.complete)
     chosen = nsmallest(rules.groups_per_batch, candidates, key=lambda c: (rules.policy(c), c.number))
+    rows, over = _rows(view, [candidate.number for candidate in chosen], effective)
+    return [(BatchRecord(writer="", epoch=state.epoch, for_depth=depth, rows=rows, at=view.now, over_stale=over),)]
+
+
+def _rows(view: View, numbers: list[int], effective: dict[int, int]) -> tuple[tuple[BatchRow, ...], OverStale | UnsetType]:
+    """The groups' rows, and which of them hold how many tokens over the bound."""
+    state, rules = view.state, view.rules
+    depth = state.next_depth
     rows: list[BatchRow] = []
-    for number in (candidate.number for candidate in chosen):
+    over: list[OverStaleRow] = []
+    for number in numbers:
         for index, scored in state.groups[number].rows():
             least = min(effective[version] for version in scored.versions)
             if depth - least > rules.max_staleness:
-                raise InvariantError(f"sample {number}.{index} is over the bound: depth {least} for {depth}", code="over_stale")
+                tokens = scored.tokens_below(effective, depth - rules.max_staleness)
+                if not rules.keeps_over_stale or tokens is None:
+                    raise InvariantError(
+                        f"sample {number}.{index} is over the bound: depth {least} for {depth}", code="over_stale"
+                    )
+                over.append(OverStaleRow(len(rows), tokens))
             rows.append(BatchRow(number, index, scored.sequence, scored.digest, scored.reward, least, scored.policy_tokens))
-    return [(BatchRecord(writer="", epoch=state.epoch, for_depth=depth, rows=tuple(rows), at=view.now),)]
+    if not over:
+        return tuple(rows), UNSET
+    mode: Literal["mask", "keep"] = "keep" if rules.over_stale == "keep" else "mask"
+    return tuple(rows), OverStale(mode=mode, max_staleness=rules.max_staleness, rows=tuple(over))
 
 
 def _candidate(group: Group, effective: dict[int, int]) -> Candidate:
@@ -55,7 +76,7 @@ def _waits_for_tail(view: View, effective: dict[int, int]) -> bool:
     if not rules.tail_wait_seconds or view.out_of_data:
         return False
     for version, holders in state.by_version.items():
-        if effective[version] > state.next_depth - rules.max_staleness:
+        if effective[version] != state.next_depth - rules.max_staleness:
             continue
         for number in holders:
             task = state.groups[number].task

@@ -9,6 +9,7 @@ from __future__ import annotations
 from towline.buffer.admission import admit
 from towline.buffer.batching import batch
 from towline.buffer.evaluations import close, issue
+from towline.buffer.external import take_in, turn_away
 from towline.buffer.state import State
 from towline.buffer.tidying import tidy
 from towline.buffer.view import Unit, View
@@ -33,7 +34,7 @@ def _go_on(view: View) -> list[Unit]:
         )
     if view.finished:
         return []
-    return tidy(view) or issue(view) or close(view) or batch(view) or admit(view) or end(view)
+    return tidy(view) or turn_away(view) or issue(view) or close(view) or batch(view) or take_in(view) or admit(view) or end(view)
 
 
 def fork(view: View) -> list[Unit]:
@@ -68,7 +69,7 @@ def end(view: View) -> list[Unit]:
 
 def unknown_versions(state: State, lineage: Lineage) -> bool:
     """Whether a score names a version that the lineage hasn't: the LOG must be read again before `decide` judges it."""
-    for version in state.by_version:
+    for version in {*state.by_version, *state.offered_versions()}:
         try:
             lineage.depth(version)
         except MissingError:

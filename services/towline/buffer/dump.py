@@ -42,6 +42,11 @@ class Dump(msgspec.Struct, frozen=True, kw_only=True):
     scored_samples: int = 0
     scored_tokens: int = 0
     mixed_samples: int = 0
+    offers: tuple[Group, ...] = ()
+    refused: dict[int, str] = {}
+    closed_external: tuple[int, ...] = ()
+    turned_away: dict[str, int] = {}
+    requeued: dict[int, int] = {}
 
 
 _PLAIN = (
@@ -60,6 +65,11 @@ def dump(state: State) -> Dump:
         evals=dict(sorted(state.evals.items())),
         eval_groups=dict(sorted(state.eval_groups.items())),
         requeue=tuple(state.requeue.items()),
+        offers=tuple(state.offers.values()),
+        refused=dict(sorted(state.refused.items())),
+        closed_external=tuple(sorted(state.closed_external)),
+        turned_away=dict(sorted(state.turned_away.items())),
+        requeued=dict(sorted(state.requeued.items())),
         groups=tuple(state.groups[number] for number in sorted(state.groups)),
         batches=tuple(state.batches[depth] for depth in sorted(state.batches)),
     )
@@ -72,6 +82,9 @@ def load(facts: Dump) -> State:
         setattr(state, name, getattr(facts, name))
     state.dropped, state.evals, state.eval_groups = dict(facts.dropped), dict(facts.evals), dict(facts.eval_groups)
     state.requeue = dict(facts.requeue)
+    state.offers = {offer.number: offer for offer in facts.offers}
+    state.refused, state.turned_away, state.requeued = dict(facts.refused), dict(facts.turned_away), dict(facts.requeued)
+    state.closed_external = dict.fromkeys(facts.closed_external)
     state.batches = {batch.for_depth: batch for batch in facts.batches}
     for group in facts.groups:
         state.groups[group.number] = group

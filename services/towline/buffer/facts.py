@@ -1,6 +1,6 @@
 """What the buffer knows of its run: facts that CONTROL and OUTCOME alone decide, all of which a snapshot keeps.
 
-Two counts aren't facts, `late` and `unpaced`: a replay finds other outcomes late than the process that saw them come.
+The count of `late` outcomes isn't one: a replay finds other outcomes late than the process that saw them come.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Facts:
         self.resampled = 0
         """Groups that were filtered or requeued since the newest batch or fork."""
         self.scored_samples = 0
-        """Scores of lane train in OUTCOME, used or late."""
+        """Scores in OUTCOME but for lane eval's, used or not."""
         self.scored_tokens = 0
         self.mixed_samples = 0
         """Of those, the ones whose tokens are of several versions."""
@@ -53,5 +53,13 @@ class Facts:
         """The end that stands: the newest one, unless a sample was admitted or a fork went below its depth after it."""
         self.late = 0
         """Outcomes that weren't used, as this process saw them (not a fact: a replay finds more of them late)."""
-        self.unpaced = 0
-        """Outcomes of lanes that nobody admits here, as this process saw them."""
+        self.offers: dict[int, Group] = {}
+        """External groups that are neither admitted nor turned away, in the order of their first outcome."""
+        self.refused: dict[int, str] = {}
+        """Offer -> why it can't be admitted whatever comes: a final failure."""
+        self.closed_external: dict[int, None] = {}
+        """External groups that were dropped or turned away, or whose batch is final: an outcome of them is late."""
+        self.turned_away: dict[str, int] = {}
+        """Reason -> scored samples of offers that were dropped for it; they were never admitted."""
+        self.requeued: dict[int, int] = {}
+        """Dropped group -> the dead letter that it was requeued for, on somebody's request."""

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from towline.buffer.evaluations import to_issue
+from towline.buffer.external import UNPACED
 from towline.buffer.fleet import Fleet
 from towline.buffer.state import State
 from towline.buffer.view import View
@@ -40,8 +41,11 @@ def figures(state: State, lineage: Lineage, steps: int) -> dict[str, Any]:
         "batches": state.next_depth,
         "dropped": dropped,
         "late": state.late,
-        "unpaced": state.unpaced,
+        "unpaced": state.turned_away.get(UNPACED, 0),
+        "turned_away": dict(sorted(state.turned_away.items())),
+        "offered_groups": len(state.offers),
         "staleness": staleness(state),
+        "over_stale": over_stale(state),
         "requeue": len(state.requeue),
         "resampled": state.resampled,
         "mixed_version_share": state.mixed_samples / state.scored_samples if state.scored_samples else 0.0,
@@ -53,7 +57,7 @@ def figures(state: State, lineage: Lineage, steps: int) -> dict[str, Any]:
 
 
 def staleness(state: State) -> Mapping[str, float]:
-    """Over the samples of the standing batches, in depths: mean, 99th percentile (nearest rank) and greatest."""
+    """Over the standing batches' samples within the bound, in depths: mean, 99th percentile (nearest rank) and greatest."""
     counts: Counter[int] = Counter()
     for batch in state.batches.values():
         counts.update(batch.staleness)
@@ -69,11 +73,23 @@ def staleness(state: State) -> Mapping[str, float]:
     return {"mean": sum(age * n for age, n in counts.items()) / total, "p99": p99, "max": max(counts)}
 
 
+def over_stale(state: State) -> Mapping[str, int]:
+    """The standing batches' samples that hold tokens over the bound (over_stale = mask_stale_tokens or keep), those tokens, and
+    the greatest staleness among them in depths."""
+    batches = state.batches.values()
+    return {
+        "samples": sum(batch.over_samples for batch in batches),
+        "tokens": sum(batch.over_tokens for batch in batches),
+        "max": max((batch.over_most for batch in batches), default=0),
+    }
+
+
 def length_bias(state: State) -> dict[str, float | None]:
     """Mean policy tokens of the samples in standing batches and of all that were scored; their ratio is 1 where what is
     trained is as long as what the policy writes. A policy that drops long samples shows here."""
     samples = sum(batch.samples for batch in state.batches.values())
-    trained = sum(batch.tokens for batch in state.batches.values()) / samples if samples else None
+    all_tokens = sum(batch.tokens + batch.over_sample_tokens for batch in state.batches.values())
+    trained = all_tokens / samples if samples else None
     tokens = sum(batch.tokens for batch in state.batches.values())
     scored = state.scored_tokens / state.scored_samples if state.scored_samples else None
     return {

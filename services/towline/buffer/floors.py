@@ -52,6 +52,7 @@ def floors(state: State, *, covers: int, outcome_cursor: int, reward_floor: int 
         control = min(control, last_final.sequence)
     for group in state.groups.values():
         control = min(control, group.admitted_sequence)
+    for group in (*state.groups.values(), *state.offers.values()):
         sequence = group.least_sequence()
         if sequence is not None and sequence < trajectory:
             trajectory = sequence

@@ -1,15 +1,19 @@
 """What the buffer remembers of samples, groups and batches: numbers and digests, never a trajectory.
 
-A group is `open` from its admission; `complete` once each of its samples has a score; `batched` while it stands in a batch
-that no fork has voided. Dropped and evaluated groups are forgotten: their number is below the next one and names nothing.
+An external group is an *offer* until it's admitted. A group is `open` from its admission; `complete` once each of its samples has
+a score; `batched` while it stands in a batch that no fork has voided. Dropped and evaluated groups are forgotten: their number is
+below the next one and names nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
+from towline.contract.groups import is_external
 from towline.contract.outcome import Score
-from towline.contract.task import EVAL, TRAIN, Task
+from towline.contract.task import EVAL, Task
 
 
 class Scored(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -22,16 +26,39 @@ class Scored(msgspec.Struct, frozen=True, array_like=True, gc=False):
     policy_tokens: int
     versions: tuple[int, ...]
     """The distinct versions of its policy tokens, ascending."""
+    version_tokens: tuple[int, ...] = ()
+    """How many tokens each of `versions` sampled; empty where there is one that sampled all `policy_tokens`."""
+
+    @property
+    def counted_tokens(self) -> int:
+        """Policy tokens by its spans."""
+        return sum(self.version_tokens) if self.version_tokens else self.policy_tokens
+
+    def tokens_below(self, depths: Mapping[int, int], least: int) -> int | None:
+        """Policy tokens of versions whose depth is below `least`; None where that isn't known (a snapshot of an older
+        release)."""
+        below = [place for place, version in enumerate(self.versions) if depths[version] < least]
+        if not below:
+            return 0
+        if self.version_tokens:
+            return sum(self.version_tokens[place] for place in below)
+        return self.policy_tokens if len(self.versions) == 1 else None
 
 
 def scored_from(score: Score) -> Scored:
+    tokens: dict[int, int] = {}
+    for span in score.version_spans:
+        tokens[span.version] = tokens.get(span.version, 0) + span.end - span.start
+    versions = tuple(sorted(tokens))
+    plain = len(versions) == 1 and tokens[versions[0]] == score.policy_tokens
     return Scored(
         score.task_sequence,
         score.trajectory_sequence,
         score.trajectory_digest,
         score.reward,
         score.policy_tokens,
-        tuple(sorted({span.version for span in score.version_spans})),
+        versions,
+        () if plain else tuple(tokens[version] for version in versions),
     )
 
 
@@ -72,7 +99,8 @@ class Group(msgspec.Struct, gc=False):
     version: int | None
     """Lane eval: the version that is evaluated."""
     task: Task | None
-    """The first sample's task, of which the others differ in sample, seed, attempt and not_before_depth. None once batched."""
+    """The first sample's task, of which the others differ in sample, seed, attempt and not_before_depth. None once batched, and
+    for an external group."""
     samples: list[Sample | None]
     batch: int | None = None
     """for_depth of the batch that it stands in."""
@@ -94,7 +122,12 @@ class Group(msgspec.Struct, gc=False):
 
     @property
     def is_train(self) -> bool:
-        return self.lane == TRAIN
+        """To be trained: lane train, or external."""
+        return self.lane != EVAL
+
+    @property
+    def is_external(self) -> bool:
+        return is_external(self.number)
 
     @property
     def is_eval(self) -> bool:
@@ -149,3 +182,12 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
     """Policy tokens of its samples."""
     token_staleness: int = 0
     """Sum of (for_depth - least depth) * policy tokens."""
+    over_samples: int = 0
+    """Samples that hold tokens over the bound, by the record's word; `staleness`, `tokens` and `token_staleness` leave them
+    out."""
+    over_tokens: int = 0
+    """Those tokens."""
+    over_sample_tokens: int = 0
+    """All policy tokens of those samples."""
+    over_most: int = 0
+    """The greatest staleness among them."""

@@ -6,6 +6,7 @@ They follow from the facts: `enter` puts an open group into every one of them, `
 from __future__ import annotations
 
 import heapq
+import math
 
 from towline.buffer.facts import Facts
 from towline.buffer.groups import Group, Sample
@@ -17,7 +18,7 @@ class Indexes(Facts):
     def __init__(self) -> None:
         super().__init__()
         self.complete: dict[int, None] = {}
-        """Open train groups with every score."""
+        """Open groups to be trained, with every score."""
         self.open_train: dict[int, None] = {}
         self.flat: dict[int, None] = {}
         """Of those, the ones whose rewards are all equal."""
@@ -60,7 +61,8 @@ class Indexes(Facts):
 
     def enter(self, group: Group) -> None:
         """The group is open (again): into every index that its facts put it in."""
-        heapq.heappush(self.deadlines, (group.deadline, group.number))
+        if group.deadline < math.inf:
+            heapq.heappush(self.deadlines, (group.deadline, group.number))
         if group.is_train:
             self.open_train[group.number] = None
             if group.complete:
@@ -115,3 +117,7 @@ class Indexes(Facts):
         for number in found:  # they stay listed until they are dropped
             heapq.heappush(self.deadlines, (self.groups[number].deadline, number))
         return list(found)
+
+    def offered_versions(self) -> set[int]:
+        """The versions of all tokens that external groups offer."""
+        return {version for offer in self.offers.values() for version in offer.versions()}

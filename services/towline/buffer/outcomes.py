@@ -6,8 +6,10 @@ import math
 
 from towline.buffer.groups import Group, Sample, scored_from
 from towline.buffer.indexes import Indexes
+from towline.bus.topology import MAX_ATOMIC_MESSAGES
+from towline.contract.groups import EXTERNAL, is_external
 from towline.contract.outcome import Failure, Outcome, Score
-from towline.contract.task import TRAIN
+from towline.contract.task import EVAL
 
 UNCOUNTED_STAGES = ("not_ready", "version_moved")
 """Failures that say nothing about the sample: nobody served the version it needs in time."""
@@ -21,23 +23,50 @@ class Outcomes(Indexes):
         """The outcome at `sequence` of OUTCOME. The first score of a sample stands, whichever of its tasks it names: a
         trajectory is create-only per sample, so there is only one. One of a closed group is late."""
         self.outcome_sequence = sequence
-        if isinstance(outcome, Score) and outcome.lane == TRAIN:
+        if isinstance(outcome, Score) and outcome.lane != EVAL:
             self.scored_samples += 1
             self.scored_tokens += outcome.policy_tokens
             self.mixed_samples += len({span.version for span in outcome.version_spans}) > 1
         group = self.groups.get(outcome.group)
+        if group is None and is_external(outcome.group):
+            self._offer(outcome)
+            return
         sample = group.samples[outcome.sample] if group is not None and 0 <= outcome.sample < len(group.samples) else None
         # A trajectory that can't be read says no lane: reward's failure of it has an empty one.
-        foreign = group is not None and outcome.lane not in (group.lane, "")
+        foreign = group is not None and not _belongs(outcome, group)
         if group is None or sample is None or foreign or sample.scored is not None:
-            if group is None and outcome.group >= self.next_group:
-                self.unpaced += 1
-            else:
-                self.late += 1
+            self.late += 1
         elif isinstance(outcome, Score):
             self._score(group, sample, outcome)
-        elif group.task is not None:
+        elif group.task is not None or (group.is_external and group.batch is None and outcome.final):
             self._fail(group, sample, outcome)
+
+    def _offer(self, outcome: Outcome) -> None:
+        """An outcome of an external group that isn't admitted. The first score says how many samples it has; others that say
+        something else are late. A failure that is final takes the offer with it; nobody tries an external sample again."""
+        offer = self.offers.get(outcome.group)
+        if outcome.group in self.closed_external or outcome.lane not in (EXTERNAL, ""):
+            self.late += 1
+        elif isinstance(outcome, Failure):
+            if not outcome.final or (offer is not None and offer.complete):
+                self.late += 1
+                return
+            if offer is None:
+                self.offers[outcome.group] = Group(outcome.group, EXTERNAL, 0, math.inf, None, None, [])
+            self.refused.setdefault(outcome.group, _FINAL.get(outcome.stage, "failed"))
+        elif offer is None and not 0 <= outcome.sample < outcome.group_size <= MAX_ATOMIC_MESSAGES:
+            self.late += 1
+        else:
+            if offer is None or not offer.size:
+                offer = Group(outcome.group, EXTERNAL, outcome.group_size, math.inf, None, None, [None] * outcome.group_size)
+                self.offers[outcome.group] = offer
+            if not _belongs(outcome, offer) or not 0 <= outcome.sample < offer.size or offer.samples[outcome.sample] is not None:
+                self.late += 1
+                return
+            offer.samples[outcome.sample] = Sample(0, 0, 0, 0, scored=scored_from(outcome))
+            offer.scores += 1
+            if not math.isfinite(outcome.reward):
+                self.refused.setdefault(outcome.group, "verify_failed")
 
     def _score(self, group: Group, sample: Sample, score: Score) -> None:
         sample.scored = scored_from(score)
@@ -69,3 +98,10 @@ class Outcomes(Indexes):
             self.doom(group, sample, _FINAL.get(failure.stage, "failed"))
         if sample.failing:
             self.failing[group.number, failure.sample] = None
+
+
+def _belongs(outcome: Outcome, group: Group) -> bool:
+    """Whether it says the group's lane (a failure of a trajectory that can't be read has none), and an external one's size."""
+    if group.is_external and isinstance(outcome, Score) and outcome.group_size != group.size:
+        return False
+    return outcome.lane in (group.lane, "")

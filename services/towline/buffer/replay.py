@@ -46,7 +46,7 @@ async def read_outcomes(bus: Bus, state: State) -> bool:
 
     A state that has read further than OUTCOME goes keeps what it knows, and reads what is there from the beginning.
     """
-    late, unpaced = state.late, state.unpaced
+    late = state.late
     whole = state.outcome_sequence <= (await bus.stream_state(OUTCOME)).last_sequence
     if not whole:
         _log.warning("outcome_regressed", cursor=state.outcome_sequence)
@@ -54,7 +54,7 @@ async def read_outcomes(bus: Bus, state: State) -> bool:
     async for message in bus.read(OUTCOME, start=state.outcome_sequence + 1, follow=False):
         if apply_outcome(state, message.data, message.sequence) == UNKNOWN_TASK:
             raise regressed(f"CONTROL ends at {state.control_sequence}, OUTCOME {message.sequence} is of a later task")
-    state.late, state.unpaced = late, unpaced
+    state.late = late
     return whole
 
 

@@ -38,7 +38,11 @@ class Rules:
     eval_sampling: SamplingParams
     policy: Policy = stalest_first
     tail_wait_seconds: float = 0.0
-    requeue_stale: bool = False
+    over_stale: str = "drop"
+    """drop, requeue, mask_stale_tokens or keep."""
+    admit_external: bool = True
+    external_groups: int = 0
+    """Of groups_per_batch: left to external groups."""
     oversample: float = 1.0
     filter_equal_rewards: bool = False
     max_resample_rounds: int = 0
@@ -48,6 +52,11 @@ class Rules:
     def admitted_per_batch(self) -> int:
         """Groups admitted for each batch."""
         return math.ceil(self.groups_per_batch * self.oversample)
+
+    @property
+    def keeps_over_stale(self) -> bool:
+        """Whether a group over the bound may be trained, in part or whole."""
+        return self.over_stale in ("mask_stale_tokens", "keep")
 
 
 def rules_from(settings: Settings, *, stop_token_ids: tuple[int, ...]) -> Rules:
@@ -98,7 +107,9 @@ def rules_from(settings: Settings, *, stop_token_ids: tuple[int, ...]) -> Rules:
         ),
         policy=load_policy(buffer.policy),
         tail_wait_seconds=buffer.tail_wait_seconds,
-        requeue_stale=buffer.over_stale == "requeue",
+        over_stale=buffer.over_stale,
+        admit_external=buffer.external == "admit",
+        external_groups=buffer.external_groups,
         oversample=buffer.oversample,
         filter_equal_rewards=buffer.filter_equal_rewards,
         max_resample_rounds=buffer.max_resample_rounds,

@@ -11,6 +11,7 @@ facts.py names the facts, indexes.py what is looked up about them, outcomes.py w
 from __future__ import annotations
 
 import heapq
+import math
 
 from msgspec.structs import replace
 
@@ -24,12 +25,15 @@ from towline.contract.control import (
     EndRecord,
     EvalRecord,
     ForkRecord,
+    OverStale,
     Record,
     ReissueRecord,
+    RequeueRecord,
     SnapshotRecord,
     TaskRecord,
     WriterRecord,
 )
+from towline.contract.groups import EXTERNAL, is_external
 from towline.contract.task import Task
 from towline.errors import InvariantError
 
@@ -67,8 +71,12 @@ class State(Outcomes):
                 self.writer = record.writer
             case SnapshotRecord(floor_depth=int(depth)):
                 self._release(depth)
-            case SnapshotRecord() | AdmitRecord():
-                pass  # a snapshot repeats the state; unpaced samples are the gateway's, which this buffer doesn't admit yet
+            case AdmitRecord():
+                self._take_in(record, sequence)
+            case RequeueRecord():
+                self._requeue(record, sequence)
+            case SnapshotRecord():
+                pass  # it repeats the state
 
     def _admit(self, task: Task, sequence: int) -> None:
         group = self.groups.get(task.group)
@@ -97,6 +105,37 @@ class State(Outcomes):
         if group.is_train:
             self.cursor = task.cursor
 
+    def _take_in(self, record: AdmitRecord, sequence: int) -> None:
+        """A sample of an external group; its scores are here already, or come when a replay has read OUTCOME."""
+        number, group = record.group, self.groups.get(record.group)
+        where = f"sample {number}.{record.sample}, admitted from outside at {sequence},"
+        if group is None:
+            if number in self.closed_external or not is_external(number):
+                raise InvariantError(f"{where} is of a group that was closed, or is no external one", code="group_reused")
+            group = self.offers.pop(number, None) or Group(
+                number, EXTERNAL, record.group_size, math.inf, None, None, [None] * record.group_size
+            )
+            self.refused.pop(number, None)
+            group.admitted_sequence = sequence
+            self.groups[number] = group
+            self.enter(group)
+        if group.batch is not None or not 0 <= record.sample < group.size or record.group_size != group.size:
+            raise InvariantError(f"{where} doesn't belong to the group", code="not_open")
+        sample = group.samples[record.sample] or Sample(0, 0, 0, 0)
+        if sample.task_sequence:
+            raise InvariantError(f"{where} is admitted a second time", code="twice")
+        sample.task_sequence = sequence
+        group.samples[record.sample] = sample
+        self.admitted += 1
+        self.ended = None
+
+    def _requeue(self, record: RequeueRecord, sequence: int) -> None:
+        number = record.group
+        if not 0 <= number < self.next_group or number in self.groups or number in self.requeue or number in self.requeued:
+            raise InvariantError(f"group {number}, requeued at {sequence}, wasn't dropped, or was requeued before", code="twice")
+        self.requeue[number] = record.task
+        self.requeued[number] = record.dead
+
     def _reissue(self, task: Task, sequence: int) -> None:
         group = self.groups.get(task.group)
         sample = group.samples[task.sample] if group is not None else None
@@ -118,12 +157,15 @@ class State(Outcomes):
         staleness: dict[int, int] = {}
         tokens = token_staleness = 0
         numbers: dict[int, int] = {}
-        for row in record.rows:
+        over = {item.row: item.tokens for item in record.over_stale.rows} if isinstance(record.over_stale, OverStale) else {}
+        for place, row in enumerate(record.rows):
+            numbers[row.group] = numbers.get(row.group, 0) + 1
+            if place in over:
+                continue
             age = depth - row.least_depth
             staleness[age] = staleness.get(age, 0) + 1
             tokens += row.policy_tokens
             token_staleness += age * row.policy_tokens
-            numbers[row.group] = numbers.get(row.group, 0) + 1
         for number, rows in numbers.items():
             group = self.groups.get(number)
             if group is None or group.batch is not None or not group.is_train or rows != group.size:
@@ -136,11 +178,16 @@ class State(Outcomes):
         self.next_depth = depth + 1
         self.resampled = 0
         self.batches[depth] = Batch(
-            record.epoch, depth, sequence, tuple(numbers), len(record.rows), staleness, tokens, token_staleness
-        )
+            record.epoch, depth, sequence, tuple(numbers), len(record.rows), staleness, tokens, token_staleness,
+            len(over), sum(over.values()), sum(record.rows[place].policy_tokens for place in over),
+            max((depth - record.rows[place].least_depth for place in over), default=0),
+        )  # fmt: skip
 
     def _drop(self, record: DropRecord) -> None:
         group = self.groups.get(record.group)
+        if group is None and is_external(record.group) and record.group not in self.closed_external:
+            self._turn_away(record)
+            return
         if group is None or group.batch is not None:
             raise InvariantError(f"group {record.group}, dropped as {record.reason}, isn't open", code="not_open")
         requeue = record.requeue is True
@@ -149,7 +196,17 @@ class State(Outcomes):
         self.resampled += requeue or record.reason == EQUAL_REWARDS
         self.leave(group)
         del self.groups[record.group]
+        if group.is_external:
+            self.closed_external[record.group] = None
         self.dropped[record.reason] = self.dropped.get(record.reason, 0) + record.samples
+
+    def _turn_away(self, record: DropRecord) -> None:
+        """An offer that was never admitted."""
+        self.offers.pop(record.group, None)
+        self.refused.pop(record.group, None)
+        self.closed_external[record.group] = None
+        offered = record.offered if isinstance(record.offered, int) else 0
+        self.turned_away[record.reason] = self.turned_away.get(record.reason, 0) + offered
 
     def _cancel(self, record: CancelRecord) -> None:
         group = self.groups.get(record.group)
@@ -206,6 +263,8 @@ class State(Outcomes):
             if batch is not None:
                 for number in batch.groups:
                     self.groups.pop(number, None)
+                    if is_external(number):
+                        self.closed_external[number] = None
                 self.batches[below] = replace(batch, groups=())
         self.floor_depth = max(self.floor_depth, min(depth, self.next_depth))
 
@@ -213,3 +272,8 @@ class State(Outcomes):
         """Train groups that are admitted and not yet consumed in a lineage of this depth: open, or in a batch at or above it."""
         batched = sum(len(self.batches[d].groups) for d in range(depth, self.next_depth) if d in self.batches)
         return len(self.open_train) + batched
+
+    def waiting_external(self, depth: int) -> int:
+        """Of those, the external ones."""
+        batched = (number for d in range(depth, self.next_depth) if d in self.batches for number in self.batches[d].groups)
+        return sum(map(is_external, self.open_train)) + sum(map(is_external, batched))

@@ -10,13 +10,12 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from towline.buffer.groups import Group, Sample
+from towline.buffer.staleness import STALE, over_bound, unfit
 from towline.buffer.state import EQUAL_REWARDS
 from towline.buffer.view import Unit, View
 from towline.contract.control import CancelRecord, DropRecord, ReissueRecord
-from towline.errors import MissingError
 
-DEADLINE, STALE, OFF_LINE, UNKNOWN_VERSION = "deadline", "stale", "off_line", "unknown_version"
-ATTEMPTS, VERSION_GONE, END_OF_RUN = "attempts", "version_gone", "end_of_run"
+DEADLINE, ATTEMPTS, VERSION_GONE, END_OF_RUN = "deadline", "attempts", "version_gone", "end_of_run"
 MAX_RESAMPLE_ROUNDS, MIN_BATCH_GROUPS = "max_resample_rounds", "min_batch_groups"
 
 
@@ -26,7 +25,7 @@ def tidy(view: View) -> list[Unit]:
     reasons = _doomed(view)
     units: list[Unit] = []
     for number, reason in reasons.items():
-        requeue = reason == STALE and view.rules.requeue_stale
+        requeue = reason == STALE and view.rules.over_stale == "requeue"
         units.extend(_drop(state.groups[number], reason, requeue=requeue))
     for number, index in dict.fromkeys([*state.failing, *state.stranded, *state.lost]):
         if number not in reasons:
@@ -38,31 +37,23 @@ def tidy(view: View) -> list[Unit]:
     return units
 
 
-def over_bound(view: View, version: int) -> str | None:
-    """Why tokens of this version can't be in the next batch, or None. Here, and only here, staleness is decided:
-    the next batch's depth - the version's effective depth <= max_staleness."""
-    lineage, rules, next_depth = view.lineage, view.rules, view.state.next_depth
-    try:
-        if not rules.keep_off_line and not lineage.on_line(version):
-            return OFF_LINE
-        depth = lineage.effective_depth(version)
-    except MissingError:
-        return UNKNOWN_VERSION  # the LOG was read again before this was asked: nobody can have served it
-    if next_depth < rules.steps and next_depth - depth > rules.max_staleness:
-        return STALE
-    return None
-
-
 def _doomed(view: View) -> dict[int, str]:
     """Group -> why it must go; the first reason found stands."""
     state, rules = view.state, view.rules
     reasons = dict(state.doomed)
     for number in state.overdue(view.now):
         reasons.setdefault(number, DEADLINE if state.groups[number].is_train else VERSION_GONE)
+    over: dict[int, None] = {}
     for version, holders in state.by_version.items():
-        if holders and (reason := over_bound(view, version)) is not None:
+        reason = over_bound(view, version) if holders else None
+        if reason == STALE and rules.keeps_over_stale:
+            over.update(holders)
+        elif reason is not None:
             for number in holders:
                 reasons.setdefault(number, reason)
+    for number in over:
+        if number in state.complete and (reason := unfit(view, state.groups[number])) is not None:
+            reasons.setdefault(number, reason)
     for version, numbers in state.open_eval.items():
         if not view.lineage.on_line(version):
             for number in numbers:

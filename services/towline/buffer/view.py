@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from towline.buffer.limiter import Limiter, pacing
 from towline.buffer.rules import Rules
 from towline.buffer.state import State
 from towline.contract.control import Record
@@ -38,6 +39,19 @@ class View:
     def depth(self) -> int:
         """The LOG's: batches consumed along the lineage."""
         return self.lineage.depth(self.lineage.latest)
+
+    @property
+    def pacing(self) -> Limiter:
+        """The limiter of what is admitted and not yet consumed, in groups."""
+        rules = self.rules
+        return pacing(
+            groups_per_batch=rules.admitted_per_batch, max_staleness=rules.max_staleness, batches_left=rules.steps - self.depth
+        )
+
+    @property
+    def most_waiting(self) -> int:
+        """How many whole external groups may wait for room beyond what there is."""
+        return (1 + self.rules.max_staleness) * self.rules.admitted_per_batch
 
     @property
     def out_of_data(self) -> bool:

@@ -19,6 +19,7 @@ from towline.bus.consumer import Delivery
 from towline.bus.topology import IN_PROGRESS_SHARE, OUTCOME
 from towline.config import RewardSettings
 from towline.contract.codec import digest, encode
+from towline.contract.groups import parse_group
 from towline.contract.outcome import Failure, FailureStage, Score
 from towline.contract.trajectory import Trajectory, decode_trajectory
 from towline.errors import MalformedError, UnavailableError, VerifierError
@@ -233,13 +234,14 @@ _who = msgspec.msgpack.Decoder(_Who)
 
 
 def _identify(subject: str, data: bytes) -> _Who | None:
-    """Group and sample from `trajectory.GROUP.SAMPLE`, lane ("" where unreadable) and task from the message; None for an
-    external group, which no task of this run stands for."""
-    _, group, sample = subject.split(".")
-    if not (group.isdecimal() and sample.isdecimal()):
+    """Group and sample from `trajectory.GROUP.SAMPLE`, lane ("" where unreadable) and task from the message; None where the
+    subject names no group."""
+    _, token, sample = subject.split(".")
+    group = parse_group(token)
+    if group is None or not sample.isdecimal():
         return None
     try:
         found = _who.decode(data)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError):
         found = _Who()
-    return _Who(found.lane, found.task_sequence, int(group), int(sample))
+    return _Who(found.lane, found.task_sequence, group, int(sample))

@@ -56,6 +56,11 @@ class Gatherer:
         for gap in gathered.gaps:
             if gap.message:
                 log_line.error("row can't be trained on", group=gap.row.group, sample=gap.row.sample, reason=gap.message)
+        if gathered.masked_tokens or gathered.kept_tokens:
+            log_line.info(
+                "tokens over the bound", for_depth=record.for_depth, masked=gathered.masked_tokens, kept=gathered.kept_tokens,
+                rows_all_masked=gathered.masked_rows,
+            )  # fmt: skip
         if gathered.gaps:
             log_line.warning("rows are missing", for_depth=record.for_depth, of=len(record.rows), **gathered.missing)
         return gathered

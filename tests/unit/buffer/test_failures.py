@@ -103,10 +103,10 @@ def test_a_late_outcome_is_counted_and_never_used() -> None:
     assert scored.scored.reward == 1.0
 
 
-def test_an_outcome_of_a_group_that_was_never_admitted_is_unpaced() -> None:
+def test_an_outcome_of_a_group_that_was_never_admitted_is_late() -> None:
     world = started()
     world.outcome(world.score(77, 0, task_sequence=1))
-    assert (world.state.late, world.state.unpaced) == (0, 1)
+    assert world.state.late == 1
     assert world.settle() == []
 
 

@@ -80,7 +80,7 @@ def stale_world(**changes: object) -> World:
 
 def test_a_stale_group_is_dropped_or_its_prompt_admitted_again() -> None:
     for requeue in (False, True):
-        world = stale_world(requeue_stale=requeue)
+        world = stale_world(over_stale="requeue" if requeue else "drop")
         world.scored(*[number for number in world.open_groups() if number != 2][:2])
         records = world.settle()
         assert [(r.group, r.reason) for r in only(records, DropRecord)] == [(2, "stale")]

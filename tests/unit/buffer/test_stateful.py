@@ -37,7 +37,7 @@ class BufferMachine(RuleBasedStateMachine):
               policy: Any, tail: float) -> None:  # fmt: skip
         self.world = World(
             rules(max_staleness=staleness, keep_off_line=keep and staleness > 0, group_size=size, groups_per_batch=per_batch,
-                  steps=5, eval_every=every, eval_prompts=2, filter_equal_rewards=flat, requeue_stale=requeue,
+                  steps=5, eval_every=every, eval_prompts=2, filter_equal_rewards=flat, over_stale="requeue" if requeue else "drop",
                   max_resample_rounds=rounds, policy=policy, tail_wait_seconds=tail)
         )  # fmt: skip
         self.world.append(control.WriterRecord(writer="", at=0.0))
