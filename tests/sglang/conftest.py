@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 from support.sglang_model import build
+from support.sglang_requests import Started
 from towline.engine.sglang.engine import SglangEngine
 
 
@@ -21,15 +22,15 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture
-async def started(base: Path, tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[SglangEngine]]]:
-    """Starts an engine on the base model as version 0."""
+async def started(base: Path, tmp_path: Path) -> AsyncIterator[Started]:
+    """Starts an engine on the base model, or on `model`, as version 0."""
     engines = []
 
-    async def start(**arguments: Any) -> SglangEngine:
+    async def start(*, model: Path = base, **arguments: Any) -> SglangEngine:
         engine = SglangEngine(slots=4, max_context_tokens=2000, **arguments)
         engines.append(engine)
         folder = tmp_path / f"model{len(engines)}"
-        folder.symlink_to(base)
+        folder.symlink_to(model)
         await engine.start(folder, 0)
         return engine
 

@@ -11,57 +11,33 @@ from typing import Any
 
 import pytest
 
-from support.sglang_model import VOCABULARY, changed, oracle, weights
+from support.sglang_model import VOCABULARY, changed, folder_of, oracle, weights
+from support.sglang_requests import TOLERANCE, Started, check_progress, furthest, long_run, request
 from support.waiting import until
-from towline.contract.task import SamplingParams
-from towline.delta.files import save_folder
 from towline.delta.state import ModelState, RawTensor, TensorSpec, model_digest, tensor_digests
-from towline.engine.base import GenerateRequest, Generation
+from towline.engine.base import Progress
+from towline.engine.sglang.client import SglangClient
 from towline.engine.sglang.engine import SglangEngine
 from towline.errors import EngineError, UsageError
 
 pytestmark = pytest.mark.sglang
-TOLERANCE = 1e-4
 
 
-def request(name: str, tokens: list[int], limit: int, **sampling: Any) -> GenerateRequest:
-    return GenerateRequest(request_id=name, tokens=tokens, seed=7, sampling=SamplingParams(max_tokens=limit, **sampling))
-
-
-def furthest(found: list[float], expected: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(found, expected, strict=True))
-
-
-def folder_of(engine: SglangEngine, state: ModelState) -> Path:
-    """The version as the Hugging Face folder that the oracle reads; written by the delta store's code, not the engine's."""
-    folder = engine._folder.with_name(f"{engine._folder.name}-oracle-{id(state)}")
-    save_folder(state, folder)
-    (folder / "config.json").write_bytes((engine._folder / "config.json").read_bytes())
-    return folder
-
-
-async def long_run(engine: SglangEngine, name: str, prompt: list[int], limit: int = 600) -> asyncio.Task[Generation]:
-    """A generation that is underway: it has brought its first tokens."""
-    task = asyncio.create_task(engine.generate(request(name, prompt, limit)))
-    for _ in range(2000):
-        if (run := engine._runs.get(name)) is not None and run.began:
-            return task
-        await asyncio.sleep(0.005)
-    raise AssertionError("the generation didn't begin")
-
-
-@pytest.mark.parametrize("way", ["loader", "overlay"])
-async def test_each_way_serves_what_transformers_computes_from_the_same_version(started: Any, base: Path, way: str) -> None:
-    engine: SglangEngine = await started(weights=way)
+@pytest.mark.parametrize("way", ["loader", "overlay", "tensors"])
+async def test_each_way_serves_what_transformers_computes_from_the_same_version(
+    started: Started, base: Path, tmp_path: Path, way: str
+) -> None:
+    engine = await started(weights=way)
     assert engine.capabilities is not None
     assert engine.capabilities.weights == way
     old = weights(base)
     new, names = changed(old, seed=1)
-    old_folder, new_folder = folder_of(engine, old), folder_of(engine, new)
+    new_folder = folder_of(base, new, tmp_path / "new")
     prompt = random.Random(3).choices(range(2, VOCABULARY), k=30)
 
     # Retract: the spans divide the tokens; each is its own policy's, the second as if recomputed from the start.
-    task = await long_run(engine, "cut", prompt)
+    told: list[Progress] = []
+    task = await long_run(engine, request("cut", prompt, 600, on_progress=told.append, every=50))
     activation = await engine.activate(new, 1, "retract", names)
     cut = await task
     assert len(cut.tokens) == 600
@@ -69,10 +45,14 @@ async def test_each_way_serves_what_transformers_computes_from_the_same_version(
     assert [span.start for span in cut.spans] == [0, cut.spans[0].end]
     assert 0 < cut.spans[0].end < cut.spans[1].end == 600
     at, sequence = cut.spans[0].end, prompt + cut.tokens
-    before, after = oracle(old_folder, sequence)[29:], oracle(new_folder, sequence)[29:]
+    before, after = oracle(base, sequence)[29:], oracle(new_folder, sequence)[29:]
     assert furthest(cut.logprobs[:at], before[:at]) < TOLERANCE
     assert furthest(cut.logprobs[at:], after[at:]) < TOLERANCE
     assert furthest(before[at:], after[at:]) > 0.1, "the versions are too alike for this to tell"
+    # What a PARTIAL would have been made of, on both sides of the cut.
+    check_progress(told, cut, 50)
+    assert len(told[-1].tokens) > 500
+    assert len(told[-1].spans) == 2
 
     # A proof of what it holds: the digest of the live weights is the version's, or isn't given.
     assert activation.engine_digest == (model_digest(tensor_digests(new)) if way == "loader" else None)
@@ -85,29 +65,32 @@ async def test_each_way_serves_what_transformers_computes_from_the_same_version(
     assert furthest(await engine.logprobs(prompt), oracle(new_folder, prompt)) < TOLERANCE
 
     if way == "loader":
-        await in_place_and_drain(engine, new, prompt)
+        await in_place_and_drain(engine, base, new, prompt, tmp_path)
+        await back_and_nothing_new(engine, base, prompt)
 
 
-async def in_place_and_drain(engine: SglangEngine, new: ModelState, prompt: list[int]) -> None:
+async def in_place_and_drain(engine: SglangEngine, base: Path, new: ModelState, prompt: list[int], tmp_path: Path) -> None:
     newer, names = changed(new, seed=2)
     newest, last_names = changed(newer, seed=3)
-    task = await long_run(engine, "kept", prompt)
+    told: list[Progress] = []
+    task = await long_run(engine, request("kept", prompt, 600, on_progress=told.append))
     await engine.activate(newer, 2, "in_place", names)
     kept = await task
     assert [(span.version, span.cut) for span in kept.spans] == [(1, "start"), (2, "in_place")]
+    check_progress(told, kept, 50)
     at = kept.spans[0].end
-    new_folder, newer_folder = folder_of(engine, new), folder_of(engine, newer)
+    newer_folder = folder_of(base, newer, tmp_path / "newer")
     sequence = prompt + kept.tokens
-    assert furthest(kept.logprobs[:at], oracle(new_folder, sequence)[29:][:at]) < TOLERANCE
+    assert furthest(kept.logprobs[:at], oracle(tmp_path / "new", sequence)[29:][:at]) < TOLERANCE
     # Its cache is still the old policy's, so these are nobody's logprobs but the sampler's own.
     assert furthest(kept.logprobs[at:], oracle(newer_folder, sequence)[29:][at:]) > TOLERANCE
     # What begins afterwards must not find the old policy's cache of the same prompt.
     fresh = await engine.generate(request("after", prompt, 20))
     assert furthest(fresh.logprobs, oracle(newer_folder, prompt + fresh.tokens)[29:]) < TOLERANCE
 
-    task = await long_run(engine, "drained", prompt, limit=200)
+    task = await long_run(engine, request("drained", prompt, 200))
     change = asyncio.create_task(engine.activate(newest, 3, "drain", last_names))
-    await until(lambda: not engine._open.is_set())
+    await until(lambda: not engine._served.open.is_set())
     later = asyncio.create_task(engine.generate(request("later", prompt, 5)))
     drained = await task
     await change
@@ -115,8 +98,24 @@ async def in_place_and_drain(engine: SglangEngine, new: ModelState, prompt: list
     assert {span.version for span in (await later).spans} == {3}
 
 
-async def test_what_would_end_the_server_never_reaches_it(started: Any, base: Path) -> None:
-    engine: SglangEngine = await started()
+async def back_and_nothing_new(engine: SglangEngine, base: Path, prompt: list[int]) -> None:
+    """To an earlier version, as after a failed proof, and to a version that changes nothing, as after a skipped step."""
+    old = weights(base)
+    activation = await engine.activate(old, 0, "retract", None)
+    assert activation.engine_digest == model_digest(tensor_digests(old))
+    again = await engine.generate(request("again", prompt, 20))
+    assert {span.version for span in again.spans} == {0}
+    # The cache of its first time as version 0 was thrown away, and what version 3 left isn't found.
+    assert furthest(again.logprobs, oracle(base, prompt + again.tokens)[29:]) < TOLERANCE
+    task = await long_run(engine, request("same", prompt, 400))
+    assert (await engine.activate(old, 4, "retract", set())).engine_digest == activation.engine_digest
+    same = await task
+    assert [span.version for span in same.spans] == [0, 4]
+    assert furthest(same.logprobs, oracle(base, prompt + same.tokens)[29:]) < TOLERANCE
+
+
+async def test_what_would_end_the_server_never_reaches_it(started: Started, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = await started()
     pid, old = engine.server_pid, weights(base)
     new, names = changed(old, seed=1)
     with pytest.raises(UsageError, match="isn't in the model's vocabulary"):
@@ -140,17 +139,17 @@ async def test_what_would_end_the_server_never_reaches_it(started: Any, base: Pa
     assert engine.server_pid == pid
 
     # A file that the loader refuses: the server lives, and serves what it served.
-    assert engine._files is not None
-    write = engine._files.write_changed
+    assert engine._activator is not None
+    files = engine._activator._files
+    write = files.write_changed
 
-    def cut_short(state: ModelState, chosen: Any) -> Path | None:
+    def cut_short(state: ModelState, chosen: Any) -> Path:
         folder = write(state, chosen)
-        assert folder is not None
         file = folder / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-1000])
         return folder
 
-    engine._files.write_changed = cut_short  # type: ignore[method-assign]
+    monkeypatch.setattr(files, "write_changed", cut_short)
     with pytest.raises(EngineError, match="didn't take version 1"):
         await engine.activate(new, 1, "retract", names)
     assert engine.server_pid == pid
@@ -158,29 +157,50 @@ async def test_what_would_end_the_server_never_reaches_it(started: Any, base: Pa
     assert {span.version for span in again.spans} == {0}
     assert furthest(again.logprobs, oracle(base, [5, 6, 7, *again.tokens])[2:]) < TOLERANCE
 
+
+async def test_requests_end_as_they_ask(started: Started, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = await started(weights="overlay")
+    prompt = [9, 8, 7]
     # An abort keeps what there is, with its logprobs.
-    task = await long_run(engine, "stopped", [9, 8, 7], limit=1500)
+    task = await long_run(engine, request("stopped", prompt, 1500))
     await asyncio.sleep(0.3)
     engine.abort("stopped")
     stopped = await task
     assert stopped.finish == "abort"
     assert 0 < len(stopped.tokens) < 1500
-    assert furthest(stopped.logprobs, oracle(base, [9, 8, 7, *stopped.tokens])[2:]) < TOLERANCE
+    assert furthest(stopped.logprobs, oracle(base, [*prompt, *stopped.tokens])[2:]) < TOLERANCE
+    # A request that is cancelled is aborted in the server too.
+    aborted, honest = [], SglangClient.abort
+
+    async def abort(client: SglangClient, rid: str) -> None:
+        aborted.append(rid)
+        await honest(client, rid)
+
+    monkeypatch.setattr(SglangClient, "abort", abort)
+    task = await long_run(engine, request("left", prompt, 1900))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: aborted == ["left/1"])
     # A stop token of the request's own; the model's end of sequence (1) isn't one.
-    ended = await engine.generate(request("ended", [9, 8, 7], 1500, stop_token_ids=tuple(range(2, 40))))
+    ended = await engine.generate(request("ended", prompt, 1500, stop_token_ids=tuple(range(2, 40))))
     assert ended.finish == "stop"
     assert 2 <= ended.tokens[-1] < 40
-    # Greedy: the logprob is that of temperature 1. Temperature: after it, before top-k.
-    greedy = await engine.generate(request("greedy", [9, 8, 7], 8, temperature=0.0))
-    assert furthest(greedy.logprobs, oracle(base, [9, 8, 7, *greedy.tokens])[2:]) < TOLERANCE
+    # Greedy: the logprob is that of temperature 1. Temperature: after it, before top-k and top-p.
+    greedy = await engine.generate(request("greedy", prompt, 8, temperature=0.0))
+    assert furthest(greedy.logprobs, oracle(base, [*prompt, *greedy.tokens])[2:]) < TOLERANCE
+    warm = await engine.generate(request("warm", prompt, 40, temperature=0.7, top_k=5, top_p=0.9))
+    assert furthest(warm.logprobs, oracle(base, [*prompt, *warm.tokens], temperature=0.7)[2:]) < TOLERANCE
 
 
-async def test_a_killed_server_comes_back_on_its_last_version_and_goes_on(started: Any, base: Path) -> None:
-    engine: SglangEngine = await started()
+async def test_a_killed_server_comes_back_on_its_last_version_and_goes_on(started: Started, base: Path, tmp_path: Path) -> None:
+    engine = await started()
     new, names = changed(weights(base), seed=1)
+    folder = folder_of(base, new, tmp_path / "new")
+    told: list[Progress] = []
+    task = await long_run(engine, request("survivor", [4, 5, 6], 1500, on_progress=told.append))
     await engine.activate(new, 1, "retract", names)
-    folder = folder_of(engine, new)
-    task = await long_run(engine, "survivor", [4, 5, 6], limit=1500)
+    await until(lambda: bool(told) and told[-1].spans[-1].version == 1)
     pid = engine.server_pid
     assert pid is not None
     os.killpg(pid, signal.SIGKILL)
@@ -188,14 +208,20 @@ async def test_a_killed_server_comes_back_on_its_last_version_and_goes_on(starte
     assert engine.server_pid != pid
     engine.health()
     assert survivor.finish == "length"
-    assert [(span.version, span.start, span.end) for span in survivor.spans] == [(1, 0, 1500)]
-    assert furthest(survivor.logprobs, oracle(folder, [4, 5, 6, *survivor.tokens])[2:]) < TOLERANCE
+    # What the killed server had sent is kept, on both sides of the cut, and what follows is the same version's.
+    check_progress(told, survivor, 50)
+    assert [span.version for span in survivor.spans] == [0, 1]
+    assert survivor.spans[-1].end == 1500
+    at = survivor.spans[0].end
+    sequence = [4, 5, 6, *survivor.tokens]
+    assert furthest(survivor.logprobs[:at], oracle(base, sequence)[2:][:at]) < TOLERANCE
+    assert furthest(survivor.logprobs[at:], oracle(folder, sequence)[2:][at:]) < TOLERANCE
     # And it takes the next version.
     newer, more = changed(new, seed=2)
     activation = await engine.activate(newer, 2, "retract", more)
     assert activation.engine_digest == model_digest(tensor_digests(newer))
 
 
-async def test_a_server_with_logprobs_of_another_kind_is_refused(started: Any) -> None:
+async def test_a_server_with_logprobs_of_another_kind_is_refused(started: Started) -> None:
     with pytest.raises(UsageError, match="SGLANG_RETURN_ORIGINAL_LOGPROB=0"):
         await started(environment={"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"})

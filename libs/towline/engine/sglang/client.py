@@ -42,7 +42,7 @@ class SglangClient:
         return await self._call("POST", "/generate", body, seconds=STREAM_SECONDS)
 
     async def generate(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The answer so far, again and again; each one holds those before it."""
+        """What came after the answer before, again and again; the last one has a finish_reason."""
         timeout = httpx.Timeout(CALL_SECONDS, read=STREAM_SECONDS)
         try:
             async with self._http.stream("POST", "/generate", json=body | {"stream": True}, timeout=timeout) as response:
@@ -70,16 +70,20 @@ class SglangClient:
 
     async def run_loader(self, loader: str, *, ranks: int, label: str | None, flush: bool) -> None:
         """Make every rank run the custom weight loader; `EngineError` with its reason where one failed."""
-        await self._call("POST", "/begin_weight_update", {"selector": "target"}, seconds=UPDATE_SECONDS)
-        body: dict[str, Any] = {
-            # One entry a rank: a shorter list would end the server.
-            "serialized_named_tensors": [NOTHING] * ranks,
-            "load_format": loader,
-            "flush_cache": flush,
-            "selector": "target",
-        }
+        await self._update(NOTHING, ranks, "target", label, flush, load_format=loader)
+
+    async def load_tensors(self, payload: str, *, ranks: int, label: str, flush: bool) -> None:
+        """Load whole tensors, of which every rank takes its shard; `payload` is base64 of the pickled [(name, tensor)]."""
+        await self._update(payload, ranks, "all", label, flush)
+
+    async def _update(
+        self, payload: str, ranks: int, selector: str, label: str | None, flush: bool, **more: str
+    ) -> None:  # fmt: skip
+        await self._call("POST", "/begin_weight_update", {"selector": selector}, seconds=UPDATE_SECONDS)
+        # One entry a rank: a shorter list would end the server.
+        body: dict[str, Any] = {"serialized_named_tensors": [payload] * ranks, "flush_cache": flush, "selector": selector}
         try:
-            await self._call("POST", "/update_weights_from_tensor", body | ({"weight_version": label} if label else {}),
+            await self._call("POST", "/update_weights_from_tensor", body | ({"weight_version": label} if label else {}) | more,
                              seconds=UPDATE_SECONDS)  # fmt: skip
         finally:
             await self._call("POST", "/end_weight_update", {}, seconds=UPDATE_SECONDS)

@@ -42,6 +42,7 @@ class ServerPlan:
 
     python: str
     device: str
+    """cpu, cuda, or cuda:N for the first of `tp` GPUs."""
     dtype: str
     threads: int
     slots: int
@@ -76,20 +77,23 @@ def find_python(given: str) -> str:
 
 
 def command_line(plan: ServerPlan, model: Path, label: str, port: int) -> list[str]:
-    cpu = plan.device == "cpu"
+    kind, _, index = plan.device.partition(":")
     options = [
         plan.python, "-I", "-S", "-c", _DIE_WITH_PARENT, "-m", "sglang.launch_server",
         "--model-path", str(model), "--dtype", plan.dtype,
         "--host", HOST, "--port", str(port), "--weight-version", label, "--skip-tokenizer-init", "--skip-server-warmup",
         "--context-length", str(plan.context + CONTEXT_MARGIN), "--max-running-requests", str(plan.slots),
-        "--tensor-parallel-size", str(plan.tp), "--stream-interval", "16", "--log-level", "warning",
+        "--tensor-parallel-size", str(plan.tp), "--stream-interval", "16", "--incremental-streaming-output",
+        "--device", kind, "--log-level", "warning",
     ]  # fmt: skip
     if plan.loader:
         options += ["--custom-weight-loader", LOADER]
     if plan.deterministic:
         options += ["--enable-deterministic-inference"]
-    if cpu:
-        options += ["--device", "cpu", "--sleep-on-idle", *_CPU_OPTIONS]
+    if kind == "cpu":
+        options += ["--sleep-on-idle", *_CPU_OPTIONS]
+    elif index:
+        options += ["--base-gpu-id", index]
     if plan.max_total_tokens is not None:
         options += ["--max-total-tokens", str(plan.max_total_tokens)]
     return [*options, *plan.options]

@@ -1,7 +1,6 @@
-"""Gets weights into a running SGLang server: from a host-local file, by Towline's loader or as an overlay folder.
+"""The files that engine and server share on this host: the changed tensors, the loader's command and the ranks' answers.
 
-Both ways read the same file, DIRECTORY/next/model.safetensors, which holds the changed tensors alone and is written before
-generation pauses. The loader proves what the server holds; an overlay proves nothing, so the probe alone speaks for it.
+DIRECTORY/next/model.safetensors holds the changed tensors alone; the loader and an overlay read the same one.
 """
 
 from __future__ import annotations
@@ -12,24 +11,25 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from towline.delta.files import save_folder, write_safetensors
-from towline.delta.state import ModelState, TensorSpec, layout_of, model_digest
+from towline.delta.state import ModelState, TensorSpec, layout_of
 from towline.engine.sglang.client import SglangClient
 from towline.engine.sglang.server import LOADER
 from towline.errors import EngineError
 
-Way = Literal["loader", "overlay"]
+Way: TypeAlias = Literal["loader", "overlay", "tensors"]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the ranks said. `written`: a write began, so after a failure the live weights may be mixed."""
+    """What the ranks said. `written`: a write began, so after a failure the live weights may be mixed. `ranks`: each one's
+    slices, as `towline.engine.sglang.digests` reads them; None where they weren't asked."""
 
     error: str | None
     written: bool
-    digest: str | None
+    ranks: list[dict[str, list[Any]]] | None = None
 
 
 class WeightFiles:
@@ -45,11 +45,9 @@ class WeightFiles:
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True)
 
-    def write_changed(self, state: ModelState, names: Iterable[str]) -> Path | None:
-        """The folder with these tensors; None for none. Blocks."""
+    def write_changed(self, state: ModelState, names: Iterable[str]) -> Path:
+        """The folder with these tensors. Blocks."""
         chosen = {name: state[name] for name in names}
-        if not chosen:
-            return None
         folder = self.directory / "next"
         folder.mkdir(exist_ok=True)
         write_safetensors(chosen, folder / "model.safetensors", {"format": "pt"})
@@ -70,7 +68,7 @@ class WeightFiles:
         self, client: SglangClient, state: ModelState, folder: Path | None, *, ranks: int, label: str | None, flush: bool,
         digest: bool,
     ) -> Outcome:  # fmt: skip
-        """By the loader: write the folder's tensors (None: none), answer the digest of all. Connection errors are raised."""
+        """By the loader: write the folder's tensors (None: none), answer the digests of all. Connection errors are raised."""
         self._ids += 1
         for old in self.directory.glob("status.rank*"):
             old.unlink()
@@ -90,10 +88,10 @@ class WeightFiles:
         statuses = self._statuses(ranks)
         if statuses is None:
             # Nobody can say what was written.
-            return Outcome(refused or "the loader in the server left no status", written=refused is None, digest=None)
+            return Outcome(refused or "the loader in the server left no status", written=refused is None)
         failed = next((str(status["error"]) for status in statuses if not status["ok"]), refused)
-        digests = statuses[0]["digests"]
-        return Outcome(failed, any(status["written"] for status in statuses), model_digest(digests) if digests else None)
+        slices = [status["slices"] for status in statuses]
+        return Outcome(failed, any(status["written"] for status in statuses), None if None in slices else slices)
 
     def _command(self, command: dict[str, Any]) -> None:
         temporary = self.command.with_suffix(".tmp")

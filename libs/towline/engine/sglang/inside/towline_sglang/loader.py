@@ -3,7 +3,8 @@
 SGLang calls `load` in every tensor-parallel rank between two batches. The command stands in the file that
 TOWLINE_SGLANG_COMMAND names (JSON: id, path | null, layout {name: [dtype, shape]}, digest), so nothing is sent but "look
 there". The ranks agree before the first write and after the last one; each leaves its outcome beside the command, as
-status.rank<r>.json: id, ok, error, written (whether a write began), digests {name: xxh3-128} with one rank, else null.
+status.rank<r>.json: id, ok, error, written (whether a write began), slices {name: [dim, start, length, xxh3-128]} of the
+live weights, as published, or null where none were asked for.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def load(model: torch.nn.Module, named_tensors: Any) -> None:
     path = Path(os.environ["TOWLINE_SGLANG_COMMAND"])
     command = json.loads(path.read_bytes())
     began = time.perf_counter()
-    status: dict[str, Any] = {"id": command["id"], "ok": False, "written": False, "error": None, "digests": None}
+    status: dict[str, Any] = {"id": command["id"], "ok": False, "written": False, "error": None, "slices": None}
     try:
         with torch.no_grad():
             _apply(model, command, status)
@@ -68,8 +69,8 @@ def _apply(model: torch.nn.Module, command: dict[str, Any], status: dict[str, An
                 raise ValueError(f"tensor {name!r} isn't what was written")
 
     _agree(write)
-    if command["digest"] and len(_everywhere(None)) == 1:
-        status["digests"] = {name: _digest(views[name], *layout[name]) for name in layout}
+    if command["digest"]:
+        status["slices"] = {name: _digested(views[name], *layout[name]) for name in layout}
 
 
 def _prepare(model: torch.nn.Module, layout: dict[str, tuple[str, list[int]]], path: str | None) -> tuple[dict[str, View], Any]:
@@ -112,9 +113,10 @@ def _pair(view: View, file: Any, name: str, shape: list[int]) -> tuple[torch.Ten
     return part, piece[rows] if view.dim == 0 else piece[:, rows]
 
 
-def _digest(view: View, dtype: str, shape: list[int]) -> str:
-    value = view.part(shape)[0].to(DTYPES[dtype]).contiguous().reshape(-1)
-    return xxhash.xxh3_128_hexdigest(value.view(torch.uint8).cpu().numpy().data)
+def _digested(view: View, dtype: str, shape: list[int]) -> list[Any]:
+    part, size = view.part(shape)
+    value = part.to(DTYPES[dtype]).contiguous().reshape(-1)
+    return [view.dim, view.start, size, xxhash.xxh3_128_hexdigest(value.view(torch.uint8).cpu().numpy().data)]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
