@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 EXTRAS := torch,local,fast,checksums,plots,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-large soak lint clean bench-weights sglang-venv test-sglang
+.PHONY: help setup demo test test-large soak lint clean bench-weights sglang-venv demo-sglang test-sglang
 
 help:
 	@echo "make setup   the virtual environment (the other targets call it; nothing to do: under a second)"
@@ -18,6 +18,7 @@ help:
 	@echo "make bench-weights   weight deltas on real optimiser steps, against others' ways (both cores idle; ARGS=--check)"
 	@echo "make test-large   a tensor of more than 4 GiB through files and the command (minutes, 10 GB of memory, 20 GB of disk)"
 	@echo "make sglang-venv   an SGLang that serves on a CPU, in .venv-sglang (2.7 GB; on a GPU machine: pip install sglang)"
+	@echo "make demo-sglang   the demo with SGLang as its engine, on a CPU (STEPS=50)"
 	@echo "make test-sglang   the tests on real SGLang servers (minutes)"
 	@echo "make clean   remove caches and runs/; .venv stays"
 
@@ -68,6 +69,10 @@ $(SGLANG_VENV)/.stamp: $(SGLANG)
 	@$(SGLANG_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps sglang==0.5.23
 	@$(SGLANG_VENV)/bin/python -m pip install -q --disable-pip-version-check --requirement $(SGLANG)
 	@touch $@
+
+STEPS ?= 50
+demo-sglang: setup sglang-venv
+	@$(BIN)/towline up examples/demo.toml --engine sglang --run demo-sglang --steps $(STEPS)
 
 test-sglang: setup sglang-venv
 	@$(BIN)/pytest --quiet -m sglang tests/sglang
