@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from towline.cli import replay, runs, trace, trajectories, versions
+from towline.cli import replay, report, runs, trace, trajectories, versions
 from towline.errors import TowlineError
 
 INTERRUPTED = 130
@@ -32,6 +32,7 @@ app.command("audit")(runs.audit)
 app.command("serve", context_settings={"allow_extra_args": False})(runs.serve)
 app.command("replay")(replay.replay)
 app.command("trace")(trace.trace)
+runs.app.command("report")(report.report)
 app.add_typer(runs.app, name="run")
 app.add_typer(versions.app, name="versions")
 app.add_typer(trajectories.app, name="trajectories")

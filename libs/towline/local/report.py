@@ -44,10 +44,11 @@ def print_outcome(console: Console, finished: Finished, directory: RunDirectory)
         ("trainer idle", f"{summary.trainer_idle_share:.0%}"),
         ("audit", "clean" if audit.clean else f"{len(audit.violations)} violations"),
         ("summary", str(directory.summary_path)),
+        ("report", str(directory.report_path) if directory.report_path.is_file() else "none"),
     ):
         rows.add_row(name, Text(value))
     console.print(Text(f"run {summary.run} is finished", style="bold"))
-    console.print(rows)
+    console.print(rows, soft_wrap=not console.is_terminal)
     for violation in audit.violations[:MOST_VIOLATIONS]:
         console.print(Text(f"VIOLATED {violation}", style="red"))
 

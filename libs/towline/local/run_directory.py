@@ -9,6 +9,7 @@ DIRECTORY/NAME/settings.toml    what the services read; owner-only, it holds the
                processes.json   who runs, with each process's start time
                figures.json     totals over restarts, for the summary
                summary.json     when the run is finished
+               report.html      its curves
 """
 
 from __future__ import annotations
@@ -70,6 +71,10 @@ class RunDirectory:
     @property
     def summary_path(self) -> Path:
         return self.path / "summary.json"
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / "report.html"
 
     @property
     def processes_path(self) -> Path:

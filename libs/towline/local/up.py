@@ -19,6 +19,7 @@ from rich.console import Console
 
 from towline.audit.report import AuditReport
 from towline.audit.run import audit
+from towline.bundle.source import BusSource
 from towline.bus.client import Bus
 from towline.bus.topology import CONTROL, STATUS
 from towline.config import Settings
@@ -36,6 +37,8 @@ from towline.local.run_directory import Processes, RunDirectory, write_private
 from towline.local.services import service_specs
 from towline.local.summary import Summary, read_control, summarise
 from towline.local.supervisor import Supervisor
+from towline.report.history import read_history
+from towline.report.page import render, write
 from towline.runtime.run_end import run_has_ended
 from towline.store.blobs import Blobs
 from towline.store.log import Log
@@ -252,7 +255,23 @@ class Up:
         report = await audit(bus, log, settings)
         summary = summarise(settings.run.name, log, await read_control(bus), report, book)
         write_private(self._directory.summary_path, json.dumps(summary.plain(), indent=2) + "\n")
+        await self._draw(BusSource(bus, objects, settings, log), summary, report)
         return Finished(summary, report)
+
+    async def _draw(self, source: BusSource, summary: Summary, report: AuditReport) -> None:
+        """report.html; a run without the extra `plots` is as good."""
+        facts = [
+            ("rollout", f"{summary.trajectories_per_s:.0f} trajectories/s, {summary.tokens_per_s:.0f} tokens/s"),
+            ("trainer idle", f"{summary.trainer_idle_share:.0%}"),
+            ("audit", "clean" if report.clean else f"{len(report.violations)} violations"),
+        ]
+        history = await read_history(source)
+        try:
+            html = await asyncio.to_thread(render, history, max_staleness=source.settings.buffer.max_staleness, facts=facts)
+        except ModuleNotFoundError as error:
+            self._say(f"no report: no module {error.name!r}; pip install 'towline[plots]'")
+            return
+        write(self._directory.report_path, html)
 
     async def _stop_servers(self) -> None:
         supervisor = self._supervisor or Supervisor(self._directory, [], self._servers, self._say)
