@@ -242,9 +242,14 @@ class TrainerSettings(_Section):
     distributed_optimizer: bool = False
     """With dp: each rank has a part of the optimiser's state (megatron)."""
     recompute: bool = False
-    """Activations are computed again in the backward pass instead of being kept (megatron)."""
+    """Activations are computed again in the backward pass instead of being kept."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the forward and backward pass (megatron); with bfloat16 the optimiser has fp32 masters."""
+    """Of the forward and backward pass; with bfloat16 the optimiser has fp32 masters."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """How the dp ranks of the backend torch hold the model: whole on each, or (FSDP2) a part of every tensor on each."""
+    packing: bool = False
+    """Rows lie end to end in a micro batch, without padding between them (torch). For models of transformers whose attention
+    keeps such rows apart, which is checked at the start."""
     loss: str = "grpo"
     loss_arguments: dict[str, Any] = {}
     advantage: str = "group_normalised"
@@ -260,7 +265,7 @@ class TrainerSettings(_Section):
     minibatches: Count = 1
     """Optimiser steps on one batch."""
     micro_batch_tokens: Count = 65_536
-    """Padded tokens in one forward pass."""
+    """Positions in one forward pass, padding included."""
     checkpoint_every: Count = 20
     """Versions between checkpoints."""
     mode: Literal["auto", "sync", "async"] = "auto"

@@ -132,6 +132,10 @@ class StepReport:
     """Mean |trainer's logprob - behaviour logprob| before the first optimiser step."""
     effective_sample_share: float = 0.0
     """(sum w)^2 / (n sum w^2) of the importance weights w = trainer / behaviour, before the first optimiser step."""
+    mismatch_kl_by_staleness: Mapping[int, float] = field(default_factory=dict)
+    """mismatch_kl of the rows of each staleness, in depths."""
+    ratio_by_staleness: Mapping[int, float] = field(default_factory=dict)
+    """Mean of w, likewise: near 1 while the behaviour policy covers what the trainer's would say."""
     entropy: float = 0.0
     """Mean over tokens; computed only where the entropy term is on."""
     optimiser_steps: int = 0
@@ -178,9 +182,10 @@ class Learner(Protocol):
     def state(self) -> ModelState:
         """The weights in the publish dtype under their canonical Hugging Face names: an independent copy, in host memory.
 
-        Of several ranks each has its own part: over all of them every name stands once, on the rank that publishes it, always the
-        same one. Tensors that are split over ranks are joined one at a time, so that no rank needs room for the whole model. Copies
-        that must be equal (data parallel ones, norms under tensor parallelism) are compared: `InvariantError` names one that isn't.
+        Of several ranks each has its own part: over all of them every name stands once, on the rank that publishes it, always
+        the same one. Tensors that are split over ranks are joined one at a time, so that no rank needs room for the whole model.
+        Copies that must be equal (data parallel ones, norms under tensor parallelism) are compared: `InvariantError` names one
+        that isn't.
         """
         ...
 
@@ -208,7 +213,7 @@ class Learner(Protocol):
         ...
 
     def restore(self, files: Mapping[str, bytes]) -> None:
-        """Take over a checkpoint; `CorruptError` where it isn't this model's, `UsageError` where it's that of ranks laid out in a way
-        that this backend can't read. `files` holds every rank's and reads each when it's asked for.
+        """Take over a checkpoint; `CorruptError` where it isn't this model's, `UsageError` where it's that of ranks laid out in
+        a way that this backend can't read. `files` holds every rank's and reads each when it's asked for.
         """
         ...

@@ -1,6 +1,7 @@
-"""The torch learner: one process, fp32 master weights, AdamW, a Hugging Face causal LM on a CPU or one GPU.
+"""The torch learner: fp32 master weights, AdamW, a Hugging Face causal LM on CPUs or GPUs, alone or on several ranks.
 
-On a CPU everything is a function of (folder, settings, seed, batches): a restart from a checkpoint goes on bit-exactly.
+On a CPU everything is a function of (folder, settings, seed, ranks, batches): a restart from a checkpoint goes on bit-exactly.
+Several ranks split a batch's rows; their order, the minibatches and every mean are those of the whole batch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,15 +24,18 @@ from towline.learner import torch_checkpoint
 from towline.learner.base import StepReport, TrainBatch
 from towline.learner.corrections.base import Correction
 from towline.learner.corrections.none import NoCorrection
+from towline.learner.diagnostics import Mismatch, RankSums, decode_sums, encode_sums
 from towline.learner.losses.base import Loss, LossInputs, log_ratio
 from towline.learner.losses.decoupled_ppo import DecoupledPPO
 from towline.learner.penalties.entropy import entropy
 from towline.learner.penalties.kl import kl_k3
 from towline.learner.registry import CORRECTIONS, LOSSES, build
 from towline.learner.schedule import Schedule
-from towline.learner.sharing import Place
-from towline.learner.torch_batch import Indices, MicroBatch, micro_batches
-from towline.learner.torch_model import PUBLISH_DTYPES, CausalModel, pick
+from towline.learner.sharing import Place, Share
+from towline.learner.torch_batch import Indices, MicroBatch, idle_micro_batch, micro_batches
+from towline.learner.torch_model import PUBLISH_DTYPES, CausalModel, pick, published, to_raw
+from towline.learner.torch_parallel import make_layout, owners, recompute_layers, rounded
+from towline.learner.world import World, device_of
 
 NO_SIGNAL = 1e-6
 """An advantage that is smaller says nothing: a group of equal rewards."""
@@ -41,16 +46,19 @@ NON_FINITE = (NON_FINITE_LOSS, NON_FINITE_GRADIENT)
 
 @dataclass(slots=True)
 class _Sums:
-    """What a batch's report is made of."""
+    """What a batch's report is made of, over this rank's micro batches."""
 
     losses: list[float] = field(default_factory=list)
+    """Of the optimiser steps, over all ranks."""
     norms: list[float] = field(default_factory=list)
     tokens: float = 0.0
     clipped_low: float = 0.0
     clipped_high: float = 0.0
     entropy: float = 0.0
-    differences: list[Tensor] = field(default_factory=list)
-    """log(trainer / behaviour) per token, before the first optimiser step."""
+    positions: int = 0
+    filled: int = 0
+    mismatch: Mismatch = field(default_factory=Mismatch)
+    """Before the first optimiser step."""
     skips: Counter[str] = field(default_factory=Counter)
     """Reason -> optimiser steps left out."""
     skipped: str | None = None
@@ -64,17 +72,37 @@ class _Sums:
         self.clipped_low += other.clipped_low
         self.clipped_high += other.clipped_high
         self.entropy += other.entropy
-        self.differences += other.differences
+        self.positions += other.positions
+        self.filled += other.filled
+        self.mismatch.merge([other.mismatch.plain()])
 
     def skip(self, reason: str) -> None:
         self.skips[reason] += 1
         self.skipped = reason
 
+    def own(self) -> RankSums:
+        return RankSums(
+            tokens=self.tokens, clipped_low=self.clipped_low, clipped_high=self.clipped_high, entropy=self.entropy,
+            positions=self.positions, filled=self.filled, mismatch=self.mismatch.plain(),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One optimiser step's part of a batch."""
+
+    micros: list[MicroBatch]
+    """As many on every rank."""
+    weights: dict[int, float]
+    """Row at hand -> its weight in the loss."""
+    tokens: float
+    """Policy tokens, over all ranks."""
+
 
 class TorchLearner:
     """The backend `torch`. `loss_arguments` may also hold `kl` and `entropy`, the weights of those two terms, with any loss."""
 
-    def __init__(self, folder: Path, settings: Settings, seed: int) -> None:
+    def __init__(self, folder: Path, settings: Settings, seed: int, world: World | None = None) -> None:
         trainer = settings.trainer
         torch.set_num_threads(trainer.threads)
         arguments = dict(trainer.loss_arguments)
@@ -92,9 +120,22 @@ class TorchLearner:
         self._schedule = Schedule(
             trainer.learning_rate, trainer.warmup_steps, settings.run.steps, trainer.final_learning_rate_share
         )
-        self._model = CausalModel(folder, trainer.device)
-        self._reference = CausalModel(folder, trainer.device) if self._kl else None
+        self._world = world or World()
+        device = device_of(trainer.device)
+        self._layout = make_layout(trainer.parallel, self._world, torch.device(device))
+        self._model = CausalModel(folder, device, getattr(torch, trainer.dtype))
+        if trainer.recompute:
+            recompute_layers(self._model.module)
+        self._layout.hold(self._model, trained=True)
+        self._reference = None
+        if self._kl:
+            self._reference = CausalModel(folder, device, getattr(torch, trainer.dtype))
+            self._layout.hold(self._reference, trained=False)
+        if trainer.packing:
+            self._model.check_packing()
         self._parameters = self._model.parameters()
+        self._owners = owners({name: value.numel() for name, value in self._parameters.items()}, self._world.size)
+        self._publishers = owners({name: value.numel() for name, value in self._model.tensors().items()}, self._world.size)
         self._optimiser = self._make_optimiser()
         self._random = torch.Generator().manual_seed(seed)
         self._step = 0
@@ -111,66 +152,84 @@ class TorchLearner:
 
     @property
     def place(self) -> Place:
-        return Place()
+        return Place(self._world.rank, self._world.size)
 
     @property
     def vocabulary(self) -> int:
         return self._model.vocabulary
 
     def state(self) -> ModelState:
-        return self._model.state(self._publish_dtype)
+        tensors = self._model.tensors()
+        self._layout.check_copies(tensors)
+        found: ModelState = {}
+        for name, tensor in tensors.items():
+            whole = self._layout.whole(tensor)
+            if self._publishers[name] == self._world.rank:
+                found[name] = to_raw(name, published(whole, self._publish_dtype))
+        return found
 
     def logprobs(self, tokens: Sequence[int], state: ModelState | None = None) -> list[float]:
-        return self._model.sequence_logprobs(tokens, state)
+        if state is None or self._world.size == 1:
+            return self._model.sequence_logprobs(tokens, state)
+        with rounded(self._parameters.values(), self._publish_dtype):
+            return self._model.sequence_logprobs(tokens, None)
 
     def train(self, batch: TrainBatch) -> StepReport:
-        kept = np.arange(batch.rows)
+        share = batch.share or Share(mine=np.arange(batch.rows), advantages=batch.advantages, policy_tokens=batch.policy_tokens)
+        kept = np.arange(share.advantages.size)
         if not (self._kl or self._entropy):
-            kept = np.flatnonzero(np.abs(batch.advantages) > NO_SIGNAL)
+            kept = np.flatnonzero(np.abs(share.advantages) > NO_SIGNAL)
         sums = _Sums()
         rate = self._schedule.at(batch.for_depth + 1)
         if kept.size:
             for group in self._optimiser.param_groups:
                 group["lr"] = rate
             order = kept[torch.randperm(kept.size, generator=self._random).numpy()]
-            minibatches = np.array_split(order, min(self._settings.minibatches, order.size))
-            proximal = self._proximal(batch, minibatches)
-            for number, rows in enumerate(minibatches):
-                share = rows.size * batch.rows / kept.size
-                self._optimiser_step(batch, rows, share, proximal, number == 0, sums)
+            steps = self._steps(batch, share, np.array_split(order, min(self._settings.minibatches, order.size)), kept.size)
+            proximal = self._proximal(steps)
+            for number, step in enumerate(steps):
+                self._optimiser_step(step, proximal, number == 0, sums)
         else:
-            sums.skip("no_signal" if batch.rows else "no_rows")
-        self._skipped_steps += sums.skips.total() if kept.size else 0
-        return self._report(batch, kept, rate, sums)
+            sums.skip("no_signal" if share.advantages.size else "no_rows")
+        self._skipped_steps += sum(sums.skips[reason] for reason in NON_FINITE)
+        return self._report(batch.for_depth, share, kept, rate, sums)
 
     def checkpoint(self) -> dict[str, bytes]:
-        optimiser = {
-            f"{key}/{name}": value
-            for name, parameter in self._parameters.items()
-            for key, value in self._optimiser.state.get(parameter, {}).items()
-        }
-        return torch_checkpoint.write(
-            torch_checkpoint.LearnerCheckpoint(
-                weights=self._parameters,
-                optimiser=optimiser,
-                random_state=self._random.get_state(),
-                step=self._step,
-                skipped_steps=self._skipped_steps,
-            )
+        weights: dict[str, Tensor] = {}
+        optimiser: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            mine = self._owners[name] == self._world.rank
+            # Joining a tensor takes every rank, whoever keeps it.
+            whole = {"": self._layout.whole(parameter)}
+            whole |= {key: self._layout.whole(value) for key, value in self._optimiser.state.get(parameter, {}).items()}
+            if mine:
+                weights[name] = whole.pop("").detach().cpu()
+                optimiser |= {f"{key}/{name}": value.detach().cpu() for key, value in whole.items()}
+        progress = torch_checkpoint.Progress(
+            step=self._step,
+            skipped_steps=self._skipped_steps,
+            random_state=self._random.get_state(),
+            parts=self._world.size,
         )
+        return torch_checkpoint.write(torch_checkpoint.Part(weights=weights, optimiser=optimiser), self._world.rank, progress)
 
     def restore(self, files: Mapping[str, bytes]) -> None:
-        checkpoint = torch_checkpoint.read(files)
-        torch_checkpoint.check_layout(checkpoint, self._parameters)
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(checkpoint.weights[name])
+        progress = torch_checkpoint.read_progress(files)
+        torch_checkpoint.check_layout(files, progress, self._parameters)
         self._optimiser = self._make_optimiser()
-        for key, value in checkpoint.optimiser.items():
-            kind, _, name = key.partition("/")
-            self._optimiser.state[self._parameters[name]][kind] = value.to(self._model.device)
-        self._random.set_state(checkpoint.random_state)
-        self._step, self._skipped_steps = checkpoint.step, checkpoint.skipped_steps
+        for part in torch_checkpoint.read_parts(files, progress):
+            with torch.no_grad():
+                for name, whole in part.weights.items():
+                    parameter = self._parameters[name]
+                    parameter.copy_(self._layout.part(whole, parameter))
+            for key, whole in part.optimiser.items():
+                kind, _, name = key.partition("/")
+                parameter = self._parameters[name]
+                sized = whole.shape == parameter.shape  # AdamW's count of steps is one number
+                value = self._layout.part(whole, parameter) if sized and whole.ndim else whole.to(self._model.device)
+                self._optimiser.state[parameter][kind] = value
+        self._random.set_state(progress.random_state)
+        self._step, self._skipped_steps = progress.step, progress.skipped_steps
 
     def _make_optimiser(self) -> Any:
         """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101); matrices alone decay, norms and biases don't."""
@@ -182,59 +241,72 @@ class TorchLearner:
             [group for group in groups if group["params"]], lr=trainer.learning_rate, betas=trainer.adam_betas, fused=True
         )
 
-    def _micro_batches(self, batch: TrainBatch, rows: Indices) -> list[MicroBatch]:
-        return list(micro_batches(batch, rows, self._settings.micro_batch_tokens, self._model.device))
+    def _steps(self, batch: TrainBatch, share: Share, minibatches: list[Indices], kept: int) -> list[_Step]:
+        """The optimiser steps of a batch. Every rank has as many micro batches in each, were it only to take part."""
+        steps = []
+        for rows in minibatches:
+            lengths = torch.from_numpy(share.policy_tokens[rows].astype(np.float32))
+            weights = self._loss.row_weights(lengths, rows.size * share.advantages.size / kept)
+            of_row = dict(zip(rows.tolist(), weights.tolist(), strict=True))
+            local = share.local(rows)
+            micros = micro_batches(
+                batch, local, self._settings.micro_batch_tokens, self._model.device, packed=self._settings.packing
+            )
+            steps.append(_Step(micros, {int(row): of_row[int(share.mine[row])] for row in local}, float(lengths.sum())))
+        counts = self._world.all_gather(msgspec.json.encode([len(step.micros) for step in steps]))
+        most = np.max([msgspec.json.decode(answer, type=list[int]) for answer in counts], axis=0)
+        for step, count in zip(steps, most, strict=True):
+            step.micros.extend(idle_micro_batch(self._model.device) for _ in range(int(count) - len(step.micros)))
+        return steps
 
-    def _proximal(self, batch: TrainBatch, minibatches: list[Indices]) -> dict[int, Tensor]:
+    def _proximal(self, steps: list[_Step]) -> dict[int, Tensor]:
         """Row -> f32[policy tokens] under the weights before the first step. The first minibatch's come with its own pass."""
         if not self._needs_proximal:
             return {}
         found: dict[int, Tensor] = {}
         with torch.no_grad():
-            for rows in minibatches[1:]:
-                for micro in self._micro_batches(batch, rows):
+            for step in steps[1:]:
+                for micro in step.micros:
                     logprobs = pick(self._model.log_softmax(micro.chosen), micro.chosen.targets)
                     pieces = logprobs.split([int(length) for length in micro.lengths])
                     found.update(zip((int(row) for row in micro.indices), pieces, strict=True))
         return found
 
-    def _optimiser_step(
-        self, batch: TrainBatch, rows: Indices, share: float, proximal: dict[int, Tensor], first: bool, sums: _Sums
-    ) -> None:
+    def _optimiser_step(self, step: _Step, proximal: dict[int, Tensor], first: bool, sums: _Sums) -> None:
         self._optimiser.zero_grad(set_to_none=True)
-        lengths = torch.from_numpy(batch.policy_tokens[rows].astype(np.float32))
-        weights = dict(zip(rows.tolist(), self._loss.row_weights(lengths, share).tolist(), strict=True))
-        step, total = _Sums(), 0.0
-        for micro in self._micro_batches(batch, rows):
-            loss = self._micro_loss(micro, weights, float(lengths.sum()), proximal, first, step)
-            total += float(loss.detach())
-            if not np.isfinite(total):
-                return self._skip(NON_FINITE_LOSS, sums)
-            loss.backward()
-        norm = float(torch.nn.utils.clip_grad_norm_(list(self._parameters.values()), self._settings.max_gradient_norm))
+        found, total = _Sums(), torch.zeros((), dtype=torch.float64, device=self._model.device)
+        for number, micro in enumerate(step.micros):
+            with self._layout.accumulating(self._model, last=number + 1 == len(step.micros)):
+                loss = self._micro_loss(micro, step, proximal, first, found)
+                (loss * self._layout.loss_scale).backward()
+            total += loss.detach()
+        loss_sum = sum(float(answer) for answer in self._world.all_gather(repr(float(total)).encode()))
+        if not np.isfinite(loss_sum):
+            return self._skip(NON_FINITE_LOSS, sums)
+        parameters = list(self._parameters.values())
+        norm = float(self._layout.whole(torch.nn.utils.clip_grad_norm_(parameters, self._settings.max_gradient_norm)))
         if not np.isfinite(norm):
             return self._skip(NON_FINITE_GRADIENT, sums)
         self._optimiser.step()
         self._step += 1
-        step.losses.append(total)
-        step.norms.append(norm)
-        return sums.add(step)
+        found.losses.append(loss_sum)
+        found.norms.append(norm)
+        return sums.add(found)
 
     def _skip(self, reason: str, sums: _Sums) -> None:
         """Leave the weights, AdamW's moments and its count of steps as they are; the learning rate goes by depth anyway."""
         self._optimiser.zero_grad(set_to_none=True)
         sums.skip(reason)
 
-    def _micro_loss(
-        self, micro: MicroBatch, weights: dict[int, float], tokens: float, proximal: dict[int, Tensor], first: bool, sums: _Sums
-    ) -> Tensor:
+    def _micro_loss(self, micro: MicroBatch, step: _Step, proximal: dict[int, Tensor], first: bool, sums: _Sums) -> Tensor:
         log_softmax = self._model.log_softmax(micro.chosen)
         logprobs = pick(log_softmax, micro.chosen.targets)
         before = logprobs.detach() if first else None
-        if proximal and not first:
-            before = torch.cat([proximal[int(row)] for row in micro.indices])
+        if self._needs_proximal and not first:
+            pieces = [proximal[int(row)] for row in micro.indices]
+            before = torch.cat(pieces) if pieces else micro.behaviour
         if before is not None:
-            sums.differences.append((before - micro.behaviour).cpu())
+            sums.mismatch.add((before - micro.behaviour).double().cpu().numpy(), micro.staleness)
         old = before if self._needs_proximal and before is not None else micro.behaviour
         terms = self._loss(
             LossInputs(
@@ -242,7 +314,7 @@ class TorchLearner:
                 lengths=micro.lengths,
             )
         )  # fmt: skip
-        row_weights = torch.tensor([weights[int(row)] for row in micro.indices], device=logprobs.device)
+        row_weights = torch.tensor([step.weights[int(row)] for row in micro.indices], device=logprobs.device)
         values = terms.values
         if self._correction.needs_proximal:
             values = values * self._correction(log_ratio(old, micro.behaviour), micro.rows, micro.lengths)
@@ -250,36 +322,42 @@ class TorchLearner:
         if self._reference is not None:
             with torch.no_grad():
                 reference = pick(self._reference.log_softmax(micro.chosen), micro.chosen.targets)
-            loss = loss + self._kl * kl_k3(logprobs, reference).sum() / tokens
+            loss = loss + self._kl * kl_k3(logprobs, reference).sum() / step.tokens
         if self._entropy:
             entropies = entropy(log_softmax)
-            loss = loss - self._entropy * entropies.sum() / tokens
+            loss = loss - self._entropy * entropies.sum() / step.tokens
             sums.entropy += float(entropies.detach().sum())
         sums.tokens += micro.rows.numel()
         sums.clipped_low += float(terms.clipped_low.sum())
         sums.clipped_high += float(terms.clipped_high.sum())
+        sums.positions += micro.chosen.inputs.numel()
+        sums.filled += micro.filled
         return loss
 
-    def _report(self, batch: TrainBatch, kept: Indices, rate: float, sums: _Sums) -> StepReport:
-        tokens = max(sums.tokens, 1.0)
-        difference = torch.cat(sums.differences).double() if sums.differences else torch.zeros(0, dtype=torch.float64)
-        ratio = difference.clamp(-20.0, 20.0).exp()
-        some = bool(difference.numel())
+    def _report(self, for_depth: int, share: Share, kept: Indices, rate: float, sums: _Sums) -> StepReport:
+        ranks = [decode_sums(answer) for answer in self._world.all_gather(encode_sums(sums.own()))]
+        tokens = max(sum(rank.tokens for rank in ranks), 1.0)
+        positions = sum(rank.positions for rank in ranks)
+        mismatch = Mismatch()
+        mismatch.merge([rank.mismatch for rank in ranks])
         return StepReport(
-            for_depth=batch.for_depth,
+            for_depth=for_depth,
             rows=int(kept.size),
-            tokens=int(batch.policy_tokens[kept].sum()),
+            tokens=int(share.policy_tokens[kept].sum()),
             loss=float(np.mean(sums.losses)) if sums.losses else 0.0,
             learning_rate=rate,
             gradient_norm=float(np.mean(sums.norms)) if sums.norms else 0.0,
-            clip_low=sums.clipped_low / tokens,
-            clip_high=sums.clipped_high / tokens,
-            mismatch_kl=float((ratio - 1.0 - difference).mean()) if some else 0.0,
-            logprob_abs_diff=float(difference.abs().mean()) if some else 0.0,
-            effective_sample_share=float(ratio.sum() ** 2 / (ratio.numel() * (ratio**2).sum())) if some else 0.0,
-            entropy=sums.entropy / tokens,
+            clip_low=sum(rank.clipped_low for rank in ranks) / tokens,
+            clip_high=sum(rank.clipped_high for rank in ranks) / tokens,
+            mismatch_kl=mismatch.kl,
+            logprob_abs_diff=mismatch.abs_diff,
+            effective_sample_share=mismatch.effective_sample_share,
+            mismatch_kl_by_staleness=mismatch.kl_by_staleness,
+            ratio_by_staleness=mismatch.ratio_by_staleness,
+            entropy=sum(rank.entropy for rank in ranks) / tokens,
             optimiser_steps=len(sums.losses),
-            skipped_steps=sum(count for reason, count in sums.skips.items() if reason in NON_FINITE),
+            skipped_steps=sum(sums.skips[reason] for reason in NON_FINITE),
             skipped=sums.skipped,
             skip_reasons=dict(sums.skips),
+            padding_share=1.0 - sum(rank.filled for rank in ranks) / positions if positions else 0.0,
         )

@@ -24,6 +24,8 @@ TORCH_DTYPES = {
 }  # fmt: skip
 SAFETENSORS_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 PUBLISH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+PACKING_TOLERANCE = 1e-3
+"""Of log-softmax in fp32: a wrong mask changes it by far more, another order of sums by far less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +40,17 @@ class Chosen:
     """i64[N]"""
     temperatures: Tensor
     """f32[N]"""
+    places: Tensor | None = None
+    """i64[B, T-1]: positions within each of several sequences on a line; None where a line is one sequence."""
 
 
 class CausalModel:
-    """The model of `folder` in fp32 on `device`, without dropout, so that it computes what the engine computed."""
+    """The model of `folder` in fp32 on `device`, without dropout, so that it computes what the engine computed.
 
-    def __init__(self, folder: Path, device: str) -> None:
+    `autocast` is the dtype of the matrix products of a training pass; the weights stay fp32.
+    """
+
+    def __init__(self, folder: Path, device: str, autocast: torch.dtype = torch.float32) -> None:
         self.names = tensor_names(folder)
         try:
             module = transformers.AutoModelForCausalLM.from_pretrained(
@@ -54,6 +61,9 @@ class CausalModel:
             raise UsageError(f"model {folder}: {line}", code="model_load") from error
         self.module: Any = module.to(device).eval()
         self.device = torch.device(device)
+        self.forward: Any = self.module
+        """What a training pass calls: the module, or a wrapper around it."""
+        self._autocast = autocast
         known = self.module.state_dict()
         missing = [name for name in self.names if name not in known]
         if missing:
@@ -71,21 +81,28 @@ class CausalModel:
         """Name -> parameter; tied ones once."""
         return dict(self.module.named_parameters())
 
-    def state(self, publish_dtype: torch.dtype) -> ModelState:
-        """The tensors that the folder's files name; floating ones in `publish_dtype`. An independent copy."""
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that the folder's files name, in their order."""
         known = self.module.state_dict()
-        return {name: to_raw(name, _published(known[name], publish_dtype)) for name in self.names}
+        return {name: known[name] for name in self.names}
 
-    def log_softmax(self, chosen: Chosen, weights: Mapping[str, Tensor] | None = None) -> Tensor:
-        """f32[N, V] at each token's temperature, under the model's own weights or under `weights`."""
+    def log_softmax(self, chosen: Chosen) -> Tensor:
+        """f32[N, V] at each token's temperature: a training pass."""
+        dtype = self._autocast
+        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
+            return self._log_softmax(chosen, self.forward)
+
+    def _log_softmax(self, chosen: Chosen, forward: Any, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         head = self.module.get_output_embeddings()
         # Only the chosen positions go through the output layer: the logits are the largest tensor of all. A hook, so that what a
         # model does to its logits afterwards (soft caps, scales) stays in.
         handle = head.register_forward_pre_hook(lambda _, args: (args[0][chosen.positions], *args[1:]))
         arguments = {"input_ids": chosen.inputs, "use_cache": False}
+        if chosen.places is not None:
+            arguments["position_ids"] = chosen.places
         try:
             if weights is None:
-                logits = self.module(**arguments).logits
+                logits = forward(**arguments).logits
             else:
                 logits = torch.func.functional_call(self.module, dict(weights), kwargs=arguments, tie_weights=True).logits
         finally:
@@ -95,8 +112,34 @@ class CausalModel:
             logits = logits / chosen.temperatures[:, None]
         return torch.log_softmax(logits, -1)
 
+    def check_packing(self) -> None:
+        """`UsageError` unless two sequences on one line give what each gives alone."""
+        vocabulary = self.vocabulary
+        first, second = ([(start + 3 * place) % vocabulary for place in range(8)] for start in (1, 2))
+        ids = torch.tensor([first + second], device=self.device)
+        chosen = Chosen(
+            inputs=ids,
+            positions=torch.ones_like(ids, dtype=torch.bool),
+            targets=ids[0],
+            temperatures=torch.ones(16, device=self.device),
+            places=torch.arange(8, device=self.device).repeat(2)[None],
+        )
+        apart = Chosen(
+            inputs=ids.reshape(2, 8),
+            positions=torch.ones(2, 8, dtype=torch.bool, device=self.device),
+            targets=ids[0],
+            temperatures=chosen.temperatures,
+        )
+        with torch.no_grad():
+            packed, wanted = (self._log_softmax(each, self.module) for each in (chosen, apart))
+        if not torch.allclose(packed, wanted, atol=PACKING_TOLERANCE, rtol=0):
+            raise UsageError(
+                f"trainer.packing: {self.module.config.model_type} doesn't keep rows on one line apart; set it to false",
+                code="packing",
+            )
+
     def sequence_logprobs(self, tokens: Sequence[int], state: ModelState | None) -> list[float]:
-        """Of tokens[1:] at temperature 1."""
+        """Of tokens[1:] at temperature 1, in fp32, under the model's own weights or under `state`."""
         if len(tokens) < 2:
             return []
         ids = torch.tensor([list(tokens)], dtype=torch.int64, device=self.device)
@@ -111,7 +154,7 @@ class CausalModel:
             known = self.module.state_dict()
             weights = {name: from_raw(raw).to(self.device, known[name].dtype) for name, raw in state.items()}
         with torch.no_grad():
-            logprobs = pick(self.log_softmax(chosen, weights), chosen.targets)
+            logprobs = pick(self._log_softmax(chosen, self.module, weights), chosen.targets)
         return [float(value) for value in logprobs]
 
 
@@ -152,5 +195,6 @@ def from_raw(raw: RawTensor) -> Tensor:
     return data.view(TORCH_DTYPES[raw.spec.dtype]).reshape(raw.spec.shape)
 
 
-def _published(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def published(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy in host memory; floating ones in `dtype`."""
     return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
