@@ -16,6 +16,7 @@ from support.sglang_requests import TOLERANCE, Started, check_progress, furthest
 from support.waiting import until
 from towline.delta.state import ModelState, RawTensor, TensorSpec, model_digest, tensor_digests
 from towline.engine.base import Progress
+from towline.engine.sglang import server, supervisor
 from towline.engine.sglang.client import SglangClient
 from towline.engine.sglang.engine import SglangEngine
 from towline.errors import EngineError, UsageError
@@ -220,6 +221,25 @@ async def test_a_killed_server_comes_back_on_its_last_version_and_goes_on(starte
     newer, more = changed(new, seed=2)
     activation = await engine.activate(newer, 2, "retract", more)
     assert activation.engine_digest == model_digest(tensor_digests(newer))
+
+
+async def test_a_server_that_hangs_is_replaced(
+    started: Started, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_WATCH_SECONDS", 2.0)
+    engine = await started(weights="overlay")
+    new, names = changed(weights(base), seed=1)
+    folder = folder_of(base, new, tmp_path / "new")
+    await engine.activate(new, 1, "retract", names)
+    task = await long_run(engine, request("survivor", [4, 5, 6], 1500))
+    pid = engine.server_pid
+    assert pid is not None
+    os.killpg(pid, signal.SIGSTOP)
+    survivor = await asyncio.wait_for(task, 240)
+    assert engine.server_pid != pid
+    assert not server.runs(pid), "the hanging processes still hold the device"
+    assert [(span.version, span.start, span.end) for span in survivor.spans] == [(1, 0, 1500)]
+    assert furthest(survivor.logprobs, oracle(folder, [4, 5, 6, *survivor.tokens])[2:]) < TOLERANCE
 
 
 async def test_a_server_with_logprobs_of_another_kind_is_refused(started: Started) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from towline.config import RolloutSettings
 from towline.engine.choice import make_engine
-from towline.engine.sglang.server import ServerPlan, command_line, environment_of, find_python
+from towline.engine.sglang.command import ServerPlan, command_line, environment_of, find_python
 from towline.errors import UsageError
 
 

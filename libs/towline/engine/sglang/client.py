@@ -34,9 +34,9 @@ class SglangClient:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def model_info(self) -> dict[str, Any]:
+    async def model_info(self, *, seconds: float = CALL_SECONDS) -> dict[str, Any]:
         """Answers while the server is paused too, where /health would hang."""
-        return await self._call("GET", "/model_info")
+        return await self._call("GET", "/model_info", seconds=seconds)
 
     async def generate_once(self, body: dict[str, Any]) -> dict[str, Any]:
         return await self._call("POST", "/generate", body, seconds=STREAM_SECONDS)

@@ -20,10 +20,10 @@ from towline.delta.state import ModelState, layout_of
 from towline.engine.base import Activation, ActivationMode, GenerateRequest, Generation, token_budget
 from towline.engine.sglang.activation import Activator
 from towline.engine.sglang.checks import check_logprob_kind
+from towline.engine.sglang.command import ServerPlan, find_python, options_of
 from towline.engine.sglang.generation import Generations
 from towline.engine.sglang.scoring import score
 from towline.engine.sglang.served import Served
-from towline.engine.sglang.server import ServerPlan, find_python, options_of
 from towline.engine.sglang.supervisor import Supervisor
 from towline.engine.sglang.weights import Way, WeightFiles
 from towline.errors import EngineError, UsageError

@@ -11,15 +11,16 @@ from pathlib import Path
 import structlog
 
 from towline.engine.sglang.client import SglangClient
+from towline.engine.sglang.command import HOST, ServerPlan
 from towline.engine.sglang.served import Served
-from towline.engine.sglang.server import HOST, ServerPlan, ServerProcess
+from towline.engine.sglang.server import ServerProcess
 from towline.engine.sglang.weights import WeightFiles
 from towline.errors import EngineError, TowlineError
 
 _READY_POLL_SECONDS = 0.25
 _WATCH_SECONDS = 5.0
 _SILENT_CHECKS = 6
-"""Unanswered checks in a row before a server that still runs counts as dead."""
+"""Unanswered checks in a row, of twice _WATCH_SECONDS each, before a server that still runs counts as dead."""
 _RESTARTS, _RESTART_WINDOW_SECONDS = 4, 600.0
 _log = structlog.get_logger("towline.engine")
 
@@ -136,7 +137,7 @@ class Supervisor:
                     await process.wait()
             if process.alive and self._process is process:
                 try:
-                    await self.client.model_info()
+                    await self.client.model_info(seconds=_WATCH_SECONDS)
                     silent = 0
                 except TowlineError:
                     silent += 1

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 from towline.delta.files import save_folder, write_safetensors
 from towline.delta.state import ModelState, TensorSpec, layout_of
 from towline.engine.sglang.client import SglangClient
-from towline.engine.sglang.server import LOADER
+from towline.engine.sglang.command import LOADER
 from towline.errors import EngineError
 
 Way: TypeAlias = Literal["loader", "overlay", "tensors"]
