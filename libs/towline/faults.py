@@ -1,7 +1,8 @@
 """Places where a test may have the process die, as if by kill -9: between any two steps that a crash must not confuse.
 
 `TOWLINE_FAULT` names one: `NAME`, `NAME#3` (the third time it's reached), `NAME@/path` (only if that file isn't there yet, and
-it is made first: so a restarted process survives); several, with commas between them. Unset, a point costs a dictionary look-up.
+it is made first: so a restarted process survives); several, with commas between them. `</path` takes what stands in that file
+when a point is reached, if anything: so a process that runs can be told. Unset, a point costs a dictionary look-up.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ POINTS = {
     "worker.acknowledged": "the task of a trajectory is acknowledged",
     "worker.before_failure": "an attempt failed; nobody was told",
     "worker.failure_published": "the failure stands; the task isn't acknowledged",
+    "replica.copy_begun": "a version isn't on this host yet; nothing of it is written",
+    "replica.copy_partly": "some of a version's bytes are in a file of this host",
+    "replica.copy_written": "all of a version's bytes are there and verified; the host's record doesn't say so",
+    "replica.copy_recorded": "the host's record says that the copy is good; nobody has taken it yet",
     "replica.prepared": "a version's files are verified; the engine has the one before",
     "replica.activated": "the engine has the version's weights; nothing proves it yet",
     "replica.proved": "the version is served; no ack says so",
@@ -77,14 +82,24 @@ def point(name: str) -> None:
     wanted = os.environ.get(VARIABLE)
     if wanted is None:
         return
+    if wanted.startswith("<"):
+        wanted = _standing(wanted[1:])
     _reached[name] += 1
-    for fault in wanted.split(","):
+    for fault in filter(None, wanted.split(",")):
         spec, _, marker = fault.partition("@")
         chosen, _, count = spec.partition("#")
         if chosen not in POINTS:
             raise UsageError(f"{VARIABLE} = {wanted!r}: no such point; there are {', '.join(POINTS)}", code="fault_point")
         if chosen == name and (not count or _reached[name] == int(count)) and (not marker or _mark(marker)):
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _standing(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read().strip()
+    except FileNotFoundError:
+        return ""
 
 
 def _mark(path: str) -> bool:

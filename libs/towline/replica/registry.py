@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 import structlog
 
@@ -34,10 +35,13 @@ class Registry:
         states: StateMachine,
         version: Callable[[], int | None],
         busy: Callable[[], int],
+        subscription: Literal["latest", "pinned", "behind", "canary"],
+        failed: Mapping[int, str],
     ) -> None:
         self._replicas, self._acks = bus.kv(REPLICAS), bus.kv(ACKS)
         self._replica, self._engine, self._states = replica, engine, states
-        self._version, self._busy = version, busy
+        self._version, self._busy, self._subscription, self._failed = version, busy, subscription, failed
+        self._started_at = time.time()
         self._wake = asyncio.Event()
         self._host = socket.gethostname()
 
@@ -68,6 +72,9 @@ class Registry:
             version=self._version(),
             detail=self._states.detail,
             at=time.time(),
+            subscription=self._subscription,
+            started_at=self._started_at,
+            failed=dict(self._failed),
         )
 
     async def acknowledge(self, ack: Ack) -> None:

@@ -9,19 +9,21 @@ import structlog
 
 from towline.errors import InvariantError
 
-State = Literal["starting", "following", "preparing", "activating", "serving", "failed", "draining"]
+State = Literal["starting", "following", "preparing", "prepared", "activating", "serving", "failed", "draining"]
 
 WAYS: dict[State, frozenset[State]] = {
     "starting": frozenset({"following", "draining"}),
     "following": frozenset({"preparing", "draining"}),
-    "preparing": frozenset({"activating", "serving", "following", "failed", "draining"}),
+    "preparing": frozenset({"prepared", "serving", "following", "failed", "draining"}),
+    "prepared": frozenset({"activating", "serving", "following", "draining"}),
     "activating": frozenset({"serving", "following", "failed", "draining"}),
-    "serving": frozenset({"preparing", "draining"}),
+    "serving": frozenset({"preparing", "following", "draining"}),
     "failed": frozenset({"serving", "following", "draining"}),
     "draining": frozenset(),
 }
-"""`following`: the LOG is read, nothing is served. `preparing` and `activating` go on serving the version before, if there is
-one. `failed`: a version couldn't be served; the way on is the last good one (`serving`) or, without one, `following`."""
+"""`following`: the LOG is read, nothing is served. `preparing`, `prepared` and `activating` go on serving the version before,
+if there is one; `prepared` lasts where an open evaluation holds that one. `failed`: a version couldn't be served; the way on is
+the last good one (`serving`) or, without one, `following`. `serving` ends there too where a pinned version is quarantined."""
 
 _log = structlog.get_logger(__name__)
 

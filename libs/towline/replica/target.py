@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from dataclasses import dataclass
 
 from towline.store.lineage import Lineage, is_eval_version
 
@@ -48,12 +49,37 @@ class EvalHolds:
         return float("inf") if issued else self._known_at[version] + self._hold_seconds
 
 
-def choose(lineage: Lineage, serving: int | None, *, is_open: Callable[[int], bool], refused: Container[int]) -> int | None:
+@dataclass(frozen=True, slots=True)
+class Subscription:
+    """Which of the line's versions a replica may go to. `pinned` wins; else `behind` bounds how far it stays back, and `cleared`,
+    where it isn't None, is the newest version that it may take (minus 1: none yet)."""
+
+    pinned: int | None = None
+    behind: int = 0
+    cleared: int | None = None
+
+
+def choose(
+    lineage: Lineage,
+    serving: int | None,
+    *,
+    is_open: Callable[[int], bool],
+    refused: Container[int],
+    subscription: Subscription = Subscription(),
+) -> int | None:
     """The version to serve next, which may be `serving`; None where there is none.
 
     `serving` stays while it is on the line and open. Else the first open version above it, else the latest. After a fork the
     line starts at the common ancestor, so a replica goes back. Refused versions (those that failed here) are passed over.
+
+    A pinned replica serves its version, on the line or not, and nothing else: None where that isn't in the LOG, is refused or
+    quarantined. One that may be `behind` versions behind stays while no more of the line are above it. One that waits for
+    canaries goes no further than `cleared`, but never back for that.
     """
+    if subscription.pinned is not None:
+        pinned = subscription.pinned
+        good = pinned in lineage.versions() and not lineage.quarantined(pinned) and pinned not in refused
+        return pinned if good else None
     later = lineage.path()
     if serving is not None:
         on_line = lineage.on_line(serving)
@@ -63,8 +89,23 @@ def choose(lineage: Lineage, serving: int | None, *, is_open: Callable[[int], bo
         later = [
             version for version in later if lineage.depth(version) > least or (not on_line and lineage.depth(version) == least)
         ]
-    good = [version for version in later if version not in refused]
-    for version in good:
+        if on_line and subscription.behind and len(later) <= subscription.behind:
+            return serving
+    if subscription.cleared is not None:
+        later = _up_to(lineage, later, subscription.cleared, serving)
+    good_ones = [version for version in later if version not in refused]
+    for version in good_ones:
         if is_open(version):
             return version
-    return good[-1] if good else serving
+    return good_ones[-1] if good_ones else serving
+
+
+def _up_to(lineage: Lineage, later: list[int], cleared: int, serving: int | None) -> list[int]:
+    """Those of `later` that canaries have cleared. A replica whose version has left the line goes back to the line's start
+    whatever they say, and one that serves nothing begins with the oldest version rather than wait."""
+    known = cleared in lineage.versions()
+    depth = lineage.depth(lineage.common_ancestor(cleared)) if known else -1
+    found = [version for version in later if lineage.depth(version) <= depth]
+    if not found and (serving is None or not lineage.on_line(serving)):
+        return later[:1]
+    return found

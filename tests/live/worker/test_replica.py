@@ -126,7 +126,7 @@ async def test_a_part_that_is_not_there_yet_is_waited_for(world: World, start: S
 async def test_a_part_with_wrong_bytes_fails_the_version_and_is_never_activated(
     world: World, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("towline.replica.replica.PREPARE_TRIES", 2)
+    monkeypatch.setattr("towline.replica.prepare.CORRUPT_TRIES", 2)
     world.seed()
     running = await start()
     await world.served(0)

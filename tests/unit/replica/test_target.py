@@ -98,7 +98,7 @@ def test_a_state_is_reached_by_its_ways_alone() -> None:
     states = StateMachine()
     with pytest.raises(InvariantError, match="from starting to serving"):
         states.go("serving")
-    for state in ("following", "preparing", "activating", "failed", "serving", "draining"):
+    for state in ("following", "preparing", "prepared", "activating", "failed", "serving", "draining"):
         states.go(state)  # type: ignore[arg-type]
     assert not WAYS["draining"]
     assert all(way in WAYS for ways in WAYS.values() for way in ways)

@@ -1,0 +1,82 @@
+"""What a replica hears of the run: the LOG, polled and at once on a hint, and where canaries are watched, the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import structlog
+
+from towline.bus.client import Bus
+from towline.bus.topology import ACKS, REPLICAS
+from towline.contract.entries import LogEntry
+from towline.contract.policy import decode_ack, decode_replica
+from towline.errors import MalformedError, UnavailableError
+from towline.replica.canary import CanaryWatch
+from towline.store.log import Log
+
+T = TypeVar("T")
+_log = structlog.get_logger(__name__)
+
+
+class Following:
+    """`on_entries` is called with what is new in the LOG, on the event loop."""
+
+    def __init__(self, bus: Bus, log: Log, *, poll_seconds: float, on_entries: Callable[[list[LogEntry]], None]) -> None:
+        self._bus, self._log, self._poll_seconds, self._on_entries = bus, log, poll_seconds, on_entries
+        self._poll = asyncio.Event()
+
+    async def read_log(self) -> None:
+        """For ever; a store that is away is waited out."""
+        while True:
+            self._poll.clear()
+            try:
+                new = await asyncio.to_thread(self._log.refresh)
+            except UnavailableError as error:
+                _log.warning("log_unreachable", reason=error.message)
+                new = []
+            if new:
+                self._on_entries(new)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._poll_seconds):
+                    await self._poll.wait()
+
+    async def hear_hints(self) -> None:
+        """For ever. They only save time."""
+        while True:
+            try:
+                async for _ in self._bus.subscribe_hints("committed", "opened"):
+                    self._poll.set()
+            except UnavailableError as error:
+                _log.warning("hints_unreachable", reason=error.message)
+                await asyncio.sleep(self._poll_seconds)
+
+    async def watch_canaries(self, watch: CanaryWatch, on_change: Callable[[], None]) -> None:
+        """For ever; `on_change` after each look that may change which version is wanted."""
+        before: tuple[set[str], int] | None = None
+        while True:
+            try:
+                replicas, acks = await self._bus.kv(REPLICAS).items(), await self._bus.kv(ACKS).items()
+                names = {info.replica for info in _decoded(replicas, decode_replica) if info.subscription == "canary"}
+                acked = {ack.replica: ack.version for ack in _decoded(acks, decode_ack)}
+                if self._log.next_number:
+                    watch.see(self._log.lineage, names, acked, time.monotonic())
+                    now = watch.ours, watch.cleared(self._log.lineage, time.monotonic())
+                    if now != before:
+                        before = now
+                        on_change()
+            except UnavailableError as error:
+                _log.warning("fleet_unreachable", reason=error.message)
+            await asyncio.sleep(self._poll_seconds)
+
+
+def _decoded(items: Mapping[str, bytes], decode: Callable[[bytes], T]) -> list[T]:
+    """Those of this release."""
+    found = []
+    for data in items.values():
+        with contextlib.suppress(MalformedError):
+            found.append(decode(data))
+    return found
