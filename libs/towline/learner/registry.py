@@ -7,7 +7,10 @@ from typing import Any
 from towline.config import import_object
 from towline.errors import UsageError
 
-BACKENDS = {"torch": "towline.learner.torch_backend:TorchLearner"}
+BACKENDS = {
+    "torch": "towline.learner.torch_backend:TorchLearner",
+    "megatron": "towline.learner.megatron.learner:MegatronLearner",
+}
 LOSSES = {
     "grpo": "towline.learner.losses.grpo:GRPO",
     "dr_grpo": "towline.learner.losses.dr_grpo:DrGRPO",

@@ -13,8 +13,8 @@ from towline.learner.world import World
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank among those that split a batch: part `index` of `count`. The ranks of `peers` have the same part (tensor and pipeline
-    parallel ranks of one model); `peers.rank == 0` is the one that fetches its rows."""
+    """A rank among those that split a batch: part `index` of `count`. The ranks of `peers` have the same part (tensor and
+    pipeline parallel ranks of one model); `peers.rank == 0` is the one that fetches its rows."""
 
     index: int = 0
     count: int = 1
@@ -38,13 +38,7 @@ class Share:
 
     def local(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Of these rows of the whole batch, those at hand, as numbers of the rows at hand; in the order of `rows`."""
-        found = np.searchsorted(self.mine, rows)
-        held = (
-            (found < self.mine.size) & (self.mine[np.minimum(found, max(self.mine.size - 1, 0))] == rows)
-            if self.mine.size
-            else []
-        )
-        return np.asarray(found[held] if self.mine.size else np.zeros(0), np.int64)
+        return np.searchsorted(self.mine, rows[np.isin(rows, self.mine)])
 
 
 def divide(tokens: Sequence[int], count: int) -> list[npt.NDArray[np.int64]]:
