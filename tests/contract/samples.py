@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from towline.contract import control, entries, outcome, policy
+from towline.contract import control, entries, outcome, policy, requests
 from towline.contract.partial import Partial, prompt_digest
 from towline.contract.task import Cursor, PromptRef, SamplingParams, Task, VersionSpan, pack_tokens
 from towline.contract.trajectory import Segment, Timings, Trajectory
@@ -44,7 +44,7 @@ def partial(**changes: Any) -> Partial:
     values: dict[str, Any] = dict(
         run="golden", group=7, sample=1, task_sequence=11, delivery=2, starts=1, prompt_digest=prompt_digest(TASK),
         environment=TASK.environment, sampling=SAMPLING, seed=99, tokens=whole.tokens, logprobs=whole.logprobs,
-        version_spans=whole.version_spans, segments=whole.segments, turn_finish="stop", environment_state=b"\x01state",
+        version_spans=whole.version_spans, segments=whole.segments, turn="stop", environment_state=b"\x01state",
         engine="torch", replica="worker-0", at=1002.0, queue_seconds=0.25, generate_seconds=0.5,
     )  # fmt: skip
     return Partial(**(values | changes))
@@ -111,6 +111,7 @@ CONTROL: dict[str, control.Record] = {
     "snapshot": control.SnapshotRecord(writer="b1/9", blob=DIGEST, covers=30, outcome_cursor=15),
     "end": control.EndRecord(writer="b1/10", reason="steps", depth=5),
 }
+REQUEST = requests.RequeueRequest(run="golden", dead=5, task_sequence=11, drop_sequence=19)
 POLICY: dict[str, policy.PolicyMessage] = {
     "opened": policy.Opened(epoch=1),
     "staged": policy.Staged(epoch=1, base=0, write_id="w", folder="golden/versions/1-0-w", manifest_digest="ab"),

@@ -17,12 +17,14 @@ from towline.contract.entries import decode_entry, encode_entry
 from towline.contract.outcome import decode_outcome
 from towline.contract.partial import decode_partial, encode_partial
 from towline.contract.policy import decode_policy
+from towline.contract.requests import decode_request
 from towline.contract.trajectory import decode_trajectory, encode_trajectory
 
 FOLDER = Path(__file__).parent.parent / "golden" / "contract" / "schema-1"
 MESSAGES = {
     **{f"outcome-{kind}": (message, decode_outcome) for kind, message in samples.OUTCOMES.items()},
     **{f"control-{kind}": (message, decode_control) for kind, message in samples.CONTROL.items()},
+    "request-requeue_request": (samples.REQUEST, decode_request),
     **{f"policy-{kind}": (message, decode_policy) for kind, message in samples.POLICY.items()},
 }
 

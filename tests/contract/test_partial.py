@@ -24,7 +24,7 @@ GOOD = encode_partial(samples.partial())
 @settings(max_examples=100, deadline=None)
 def test_a_partial_comes_back_bit_for_bit(trajectory: Trajectory) -> None:
     names = ("tokens", "logprobs", "version_spans", "segments")
-    partial = samples.partial(**{name: getattr(trajectory, name) for name in names}, turn_finish=None)
+    partial = samples.partial(**{name: getattr(trajectory, name) for name in names}, turn=None)
     data = encode_partial(partial)
     assert samples.same(decode_partial(data), partial)
     assert encode_partial(decode_partial(data)) == data
@@ -33,7 +33,7 @@ def test_a_partial_comes_back_bit_for_bit(trajectory: Trajectory) -> None:
 
 def test_a_task_that_was_begun_and_has_no_token_yet_is_a_partial_too() -> None:
     nothing = samples.partial(
-        tokens=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), version_spans=(), segments=(), turn_finish=None,
+        tokens=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), version_spans=(), segments=(), turn=None,
         environment_state=None, starts=3,
     )  # fmt: skip
     assert samples.same(decode_partial(encode_partial(nothing)), nothing)
@@ -66,7 +66,7 @@ def test_every_bit_flip_in_tokens_logprobs_or_state_is_refused_or_changes_none_o
         ({"schema": 2}, "schema 2"),
         ({"checksum": 1}, "checksum"),
         ({"starts": -1}, "starts"),
-        ({"turn_finish": "abort"}, "abort|enum"),
+        ({"turn": "abort"}, "abort|enum"),
         ({"segments": [[0, 3, "environment"], [3, 5, "policy"], [5, 6, "tool"], [6, 7, "policy"]]}, "isn't the prompt"),
         ({"segments": [[0, 3, "prompt"], [3, 5, "policy"], [5, 7, "tool"]]}, "policy"),
         ({"version_spans": [[3, 5, 4, "start"]]}, "token 6 is uncovered"),
@@ -78,15 +78,15 @@ def test_a_malformed_partial_is_refused_by_name(changes: dict[str, Any], words: 
         decode_partial(msgspec.msgpack.encode(msgspec.msgpack.decode(GOOD) | changes))
 
 
-def test_an_open_turn_s_finish_needs_a_policy_turn_at_the_end() -> None:
+def test_an_unanswered_turn_needs_a_policy_turn_at_the_end() -> None:
     ends_with_a_tool = {
         "tokens": np.array([5, 6, 7, 8], np.int32), "logprobs": np.array([np.nan, np.nan, -1.0, np.nan], np.float32),
         "version_spans": (VersionSpan(2, 3, 4, "start"),),
         "segments": (Segment(0, 2, "prompt"), Segment(2, 3, "policy"), Segment(3, 4, "tool")),
     }  # fmt: skip
-    encode_partial(samples.partial(**ends_with_a_tool, turn_finish=None))
-    with pytest.raises(MalformedError, match="turn_finish"):
-        encode_partial(samples.partial(**ends_with_a_tool, turn_finish="stop"))
+    encode_partial(samples.partial(**ends_with_a_tool, turn=None))
+    with pytest.raises(MalformedError, match="turn without"):
+        encode_partial(samples.partial(**ends_with_a_tool, turn="stop"))
 
 
 @pytest.mark.parametrize(

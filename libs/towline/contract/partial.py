@@ -19,6 +19,8 @@ from towline.contract.task import SamplingParams, Task, VersionSpan
 from towline.contract.trajectory import Segment, check_tokens, checksum, policy_mask
 from towline.errors import MalformedError
 
+Turn = Literal["open", "stop", "length"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
@@ -43,8 +45,8 @@ class Partial:
     """Of the chosen token where the policy chose it, else NaN."""
     version_spans: tuple[VersionSpan, ...]
     segments: tuple[Segment, ...]
-    turn_finish: Literal["stop", "length"] | None
-    """How the last segment, a policy's, ended, where the environment hasn't answered it; None: the turn goes on."""
+    turn: Turn | None
+    """Of the last segment, where it's the policy's and unanswered: it goes on, or ended so. None: the policy's turn comes."""
     environment_state: bytes | None
     """What the environment saved after its last answer; None: it can't."""
     engine: str
@@ -81,7 +83,7 @@ class _Wire(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Array
     version_spans: tuple[VersionSpan, ...]
     segments: tuple[Segment, ...]
-    turn_finish: Literal["stop", "length"] | None
+    turn: Turn | None
     environment_state: bytes | None
     engine: str
     replica: str
@@ -95,7 +97,7 @@ class _Wire(msgspec.Struct, frozen=True, kw_only=True):
 _decoder = msgspec.msgpack.Decoder(_Wire)
 _PLAIN = (
     "run", "group", "sample", "task_sequence", "delivery", "starts", "prompt_digest", "environment", "sampling", "seed",
-    "version_spans", "segments", "turn_finish", "environment_state", "engine", "replica", "at", "queue_seconds",
+    "version_spans", "segments", "turn", "environment_state", "engine", "replica", "at", "queue_seconds",
     "generate_seconds",
 )  # fmt: skip
 
@@ -140,8 +142,8 @@ def _check(partial: Partial) -> None:
     check_tokens(partial.tokens, mask, partial.logprobs, partial.version_spans, partial.segments)
     if partial.segments and partial.segments[0].kind != "prompt":
         raise MalformedError("the first segment isn't the prompt", code="segments")
-    if partial.turn_finish is not None and not (partial.segments and partial.segments[-1].kind == "policy"):
-        raise MalformedError("turn_finish without a policy's turn at the end", code="segments")
+    if partial.turn is not None and not (partial.segments and partial.segments[-1].kind == "policy"):
+        raise MalformedError("turn without a policy's segment at the end", code="segments")
     if min(partial.starts, partial.delivery) < 0:
         raise MalformedError("starts or delivery is negative", code="starts")
 

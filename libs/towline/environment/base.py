@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 from towline.config import import_object
 from towline.contract.task import Task
@@ -38,6 +38,20 @@ class Environment(Protocol):
 
     def step(self, tokens: list[int], finish: Literal["stop", "length"]) -> Step | Awaitable[Step]:
         """The answer to the policy's latest `tokens`, which ended by a stop token or by the sample's token limit."""
+        ...
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """What an environment may have besides, so that a sample can go on in another process. One that hasn't is brought to the
+    same state by the policy's turns, which it must then answer with the very same tokens; else the sample begins anew."""
+
+    def save(self) -> bytes | Awaitable[bytes]:
+        """Its state after its last answer."""
+        ...
+
+    def restore(self, task: Task, saved: bytes) -> Awaitable[None] | None:
+        """Instead of `reset`: be in the saved state. `saved` comes from the bus: raise for what isn't a state."""
         ...
 
 

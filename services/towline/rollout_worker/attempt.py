@@ -7,11 +7,13 @@ leaves a failure record, from which the buffer decides what comes next.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+import numpy as np
 import structlog
 
 from towline import faults
@@ -21,19 +23,28 @@ from towline.config import Settings
 from towline.contract.codec import encode
 from towline.contract.outcome import Failure, FailureStage
 from towline.contract.task import TRAIN, Task
-from towline.contract.trajectory import decode_trajectory, encode_trajectory
+from towline.contract.trajectory import Timings, Trajectory, decode_trajectory, encode_trajectory
 from towline.engine.base import Engine
 from towline.environment.base import Environment
 from towline.errors import EngineError, MalformedError, UnavailableError, UsageError
 from towline.replica.control import ControlFeed
 from towline.replica.replica import Replica
+from towline.rollout_worker.dead import dead_letter
 from towline.rollout_worker.eligibility import eligibility, stale
-from towline.rollout_worker.episode import EnvironmentFailed, Episode, Origin
+from towline.rollout_worker.episode import EnvironmentFailed, Episode, Unusable
+from towline.rollout_worker.partials import Origin, PartialFigures, Partials
 from towline.rollout_worker.signal import Signal
 
 T = TypeVar("T")
 Interruption = Literal["cancelled", "stale", "moved", "drained", "ended"]
 _FIRST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 0.2, 5.0
+_LOG_SECONDS = 5.0
+"""How long the LOG may take to show a version that a PARTIAL names."""
+SUSPECT_STARTS = 2
+"""A task that was begun so often without an outcome is begun alone among its like: so they don't take each other down, and the
+one that kills its worker is the one whose starts are counted."""
+_SAMPLE_S_OWN = ("generate", "environment", "malformed", "poisoned")
+"""Stages that say something about the sample; the last attempt's end in DEAD."""
 _log = structlog.get_logger("towline.rollout_worker")
 
 
@@ -48,6 +59,7 @@ class WorkerFigures:
     cancelled: int = 0
     handed_over: int = 0
     failures: dict[str, int] = field(default_factory=dict)
+    partials: PartialFigures = field(default_factory=PartialFigures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +74,10 @@ class Bench:
     environment: Callable[[str], Environment]
     change: Signal
     figures: WorkerFigures
+    suspects: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a task runs that has been begun SUSPECT_STARTS times."""
+    on_generated: Callable[[Trajectory], None] = lambda trajectory: None
+    """Told of each finished sample, for the worker's pace."""
 
 
 @dataclass(slots=True)
@@ -79,6 +95,9 @@ class Attempt:
         self._bench = bench
         self._pulled_at = time.time()
         self._episode: Episode | None = None
+        self._partials = Partials(
+            Origin(bus=bench.bus, replica=bench.replica, engine=bench.engine.name, figures=bench.figures.partials), delivery, task
+        )
         self._began_on: int | None = None
         self._publishing = False
         self._why: Interruption | None = None
@@ -105,6 +124,8 @@ class Attempt:
                 await self._leave(self._why)
         except _Failed as failed:
             await self._fail(failed)
+        finally:
+            await self._partials.stop()
 
     def interrupt(self, why: Interruption) -> None:
         """End it: see `_leave` for what each reason leaves behind."""
@@ -134,19 +155,31 @@ class Attempt:
         if delivery.num_delivered > 1 and await self._insist(lambda: bench.bus.last(TRAJECTORY, subject)) is not None:
             await delivery.ack()
             return
-        await self._until_served()
-        data, policy_tokens = await self._generate()
+        if delivery.num_delivered > 1 or task.attempt:
+            await self._insist(self._partials.look)
+        if self._partials.starts >= bench.settings.rollout.max_starts:
+            raise _Failed(
+                "poisoned",
+                f"begun {self._partials.starts} times without an outcome: it ends the worker that runs it",
+                final=True,
+            )
+        async with bench.suspects if self._partials.starts >= SUSPECT_STARTS else contextlib.nullcontext():
+            await self._until_served()
+            data, trajectory = await self._generate()
+        await self._partials.stop()
         self._publishing = True
         faults.point("worker.before_publish")
         created = await self._insist(lambda: bench.bus.create(subject, data))
         if created.won:
             bench.figures.trajectories += 1
-            bench.figures.tokens += policy_tokens
+            bench.figures.tokens += trajectory.policy_tokens
         else:
             bench.figures.superseded += 1
+        bench.on_generated(trajectory)
         faults.point("worker.trajectory_published")
         await delivery.ack()
         faults.point("worker.acknowledged")
+        await self._partials.clear()
 
     async def _until_served(self) -> None:
         """Hold the task until the replica serves a version that may serve it."""
@@ -168,34 +201,24 @@ class Attempt:
                 raise _Failed("not_ready", f"{need} wasn't served within {hold_seconds:g} s; version {replica.version} is")
             await bench.change.wait(left)
 
-    async def _generate(self) -> tuple[bytes, int]:
-        """The trajectory's bytes, decoded once, and its policy tokens."""
+    async def _generate(self) -> tuple[bytes, Trajectory]:
+        """The trajectory and its bytes, which were decoded once."""
         bench, task = self._bench, self.task
-        self._began_on = bench.engine.version
         try:
-            self._episode = Episode(
-                task, bench.environment(task.environment), bench.engine, f"{self.sequence}.{self.delivery.num_delivered}"
-            )
-            await self._episode.run()
+            episode = await self._begin()
+            await episode.run()
             faults.point("worker.generated")
-            spans = self._episode.spans
-            if not await bench.replica.vouched({span.version for span in spans}):
+            spans = episode.record.spans
+            if not await bench.replica.vouched(episode.record.sampled_here):
                 raise _Failed("generate", "a version that it was sampled from failed its proof on this replica")
             if task.exact_version is not None and any(span.version != task.exact_version for span in spans):
                 raise _Failed("version_moved", f"sampled from version {spans[-1].version}, not {task.exact_version}")
             if self._is_stale():
                 raise _Failed("stale", self._stale_reason())
-            trajectory = self._episode.trajectory(
-                Origin(
-                    engine=bench.engine.name,
-                    replica=bench.replica.name,
-                    task_sequence=self.sequence,
-                    pulled_at=self._pulled_at,
-                )
-            )
+            trajectory = self._trajectory(episode)
             data = encode_trajectory(trajectory)
             decode_trajectory(data)
-            return data, trajectory.policy_tokens
+            return data, trajectory
         except EnvironmentFailed as error:
             raise _Failed("environment", error.message) from error
         except MalformedError as error:
@@ -205,11 +228,74 @@ class Attempt:
         except EngineError as error:
             raise _Failed("generate", error.message) from error
 
+    async def _begin(self) -> Episode:
+        """An episode that goes on from the sample's PARTIAL where there is one that still counts."""
+        bench, partials = self._bench, self._partials
+        until = time.monotonic() + _LOG_SECONDS
+        while partials.unknown() and (left := until - time.monotonic()) > 0:
+            await bench.change.wait(left)
+        await partials.begin()
+        buffer = bench.settings.buffer
+        if (found := partials.usable(buffer.max_staleness, keep_off_line=buffer.off_line == "keep")) is not None:
+            episode = self._new_episode()
+            try:
+                await episode.resume(found)
+            except Unusable as why:
+                _log.warning("partial_unusable", group=self.task.group, sample=self.task.sample, reason=str(why))
+                partials.forget("environment")
+            else:
+                bench.figures.partials.resumed += 1
+                bench.figures.partials.tokens_resumed += found.policy_tokens
+                return episode
+        return self._new_episode()
+
+    def _new_episode(self) -> Episode:
+        bench, task = self._bench, self.task
+        self._began_on = bench.engine.version
+        self._episode = episode = Episode(
+            task, bench.environment(task.environment), bench.engine, f"{self.sequence}.{self.delivery.num_delivered}",
+            bench.settings.rollout, on_news=lambda: self._partials.keep(episode),
+        )  # fmt: skip
+        return episode
+
+    def _trajectory(self, episode: Episode) -> Trajectory:
+        bench, task, record = self._bench, self.task, episode.record
+        assert episode.finish is not None
+        return Trajectory(
+            run=task.run,
+            lane=task.lane,
+            group=task.group,
+            sample=task.sample,
+            group_size=task.group_size,
+            task_sequence=self.sequence,
+            attempt=task.attempt,
+            prompt_ref=task.prompt_ref,
+            reference=task.reference,
+            tokens=np.array(record.tokens, np.int32),
+            loss_mask=record.mask,
+            logprobs=record.all_logprobs,
+            version_spans=tuple(record.spans),
+            segments=tuple(record.segments),
+            finish=episode.finish,
+            sampling=task.sampling,
+            seed=task.seed,
+            engine=bench.engine.name,
+            replica=bench.replica.name,
+            timings=Timings(
+                pulled_at=self._pulled_at,
+                finished_at=time.time(),
+                queue_seconds=record.queue_seconds,
+                generate_seconds=record.generate_seconds,
+            ),
+        )
+
     def _is_stale(self) -> bool:
-        """Only what is trained can be stale."""
-        began = self._episode.spans[0].version if self._episode is not None and self._episode.spans else self._began_on
+        """Only what is trained can be stale; and where the buffer masks or keeps what is over the bound, nothing is useless."""
+        spans = self._episode.record.spans if self._episode is not None else []
+        began = spans[0].version if spans else self._began_on
         return (
             self.task.lane == TRAIN
+            and self._bench.settings.buffer.over_stale in ("drop", "requeue")
             and began is not None
             and stale(self._bench.replica.lineage, began, self._bench.settings.buffer.max_staleness)
         )
@@ -231,13 +317,15 @@ class Attempt:
                 raise _Failed("version_moved", f"the replica left version {self.task.exact_version}")
             case "drained":
                 figures.handed_over += 1
+                await self._partials.hand_over(self._episode)
                 await self.delivery.nak()
             case "ended":
                 pass
 
     async def _fail(self, failed: _Failed) -> None:
-        """The record first, then the ack."""
+        """The record first, then the ack. What no further attempt will be made of is kept whole in DEAD."""
         self._publishing = True
+        await self._partials.stop()
         bench, task = self._bench, self.task
         figures = bench.figures.failures
         figures[failed.stage] = figures.get(failed.stage, 0) + 1
@@ -257,10 +345,18 @@ class Attempt:
             reason=failed.reason,
             replica=bench.replica.name,
         )
+        last = failed.final or task.attempt + 1 >= bench.settings.buffer.max_attempts
+        if failed.stage in _SAMPLE_S_OWN and last:
+            await dead_letter(
+                bench.bus, "rollout", self.delivery, failed.reason, failure=failed.stage, group=task.group, sample=task.sample,
+                attempt=task.attempt,
+            )  # fmt: skip
         faults.point("worker.before_failure")
         await self._insist(lambda: bench.bus.publish(bench.bus.topology.failure(task.group, task.sample), encode(record)))
         faults.point("worker.failure_published")
         await self.delivery.ack()
+        if failed.final or failed.stage == "stale":
+            await self._partials.clear()
 
     async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
         """Until the bus takes it: what was generated is kept, and the delivery held, while it's away or full."""

@@ -1,23 +1,31 @@
-"""One sample, from its environment's first tokens to its trajectory: who chose each token, under which version, how likely."""
+"""One sample, from its environment's first tokens to its end: who chose each token, under which version, how likely.
+
+It can go on from a PARTIAL, and whatever ends it early leaves all that was generated, so that another can.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import msgspec
-import numpy as np
 
-from towline.contract.task import Task, VersionSpan
-from towline.contract.trajectory import FinishReason, Segment, Timings, Trajectory
-from towline.engine.base import Engine, GenerateRequest, Generation
-from towline.environment.base import Environment
+from towline.config import RolloutSettings
+from towline.contract.partial import Partial
+from towline.contract.task import Task
+from towline.contract.trajectory import FinishReason
+from towline.engine.base import Engine, GenerateRequest, Generation, Progress
+from towline.environment.base import Environment, Resumable, Step
 from towline.errors import EngineError, TowlineError
+from towline.rollout_worker.record import Record
 
 T = TypeVar("T")
+ABORT_SECONDS = 2.0
+"""How long an engine may take to give back what an aborted request has."""
 
 
 class EnvironmentFailed(TowlineError):
@@ -26,113 +34,188 @@ class EnvironmentFailed(TowlineError):
     default_code = "environment"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """What a trajectory says of where it was made."""
-
-    engine: str
-    replica: str
-    task_sequence: int
-    pulled_at: float
+class Unusable(Exception):
+    """The PARTIAL can't be gone on from; why."""
 
 
 class Episode:
-    """Runs `task`; `spans` and `tokens` grow turn by turn."""
+    """Runs `task`. `record` has what is finished of it, `running` what the engine has told of the turn that isn't.
 
-    def __init__(self, task: Task, environment: Environment, engine: Engine, request_id: str) -> None:
+    `on_news` is called when there is more for a PARTIAL to hold. `limits` has the deadlines of turns and tools.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        environment: Environment,
+        engine: Engine,
+        request_id: str,
+        limits: RolloutSettings,
+        on_news: Callable[[], None] = lambda: None,
+    ) -> None:
         self._task, self._environment, self._engine, self._request_id = task, environment, engine, request_id
-        self.tokens: list[int] = []
-        self.spans: list[VersionSpan] = []
-        self._segments: list[Segment] = []
-        self._logprobs: list[float] = []
-        """Of the policy's tokens, in order."""
-        self._queue_seconds = self._generate_seconds = 0.0
-        self._finish: FinishReason = "length"
+        self._limits, self._on_news = limits, on_news
+        self.record = Record()
+        self.running: Progress | None = None
+        self.environment_state: bytes | None = None
+        """As of the environment's last answer."""
+        self.finish: FinishReason | None = None
+        """Once it's over."""
+        self._turn = 0
+        self._resumed = False
+
+    async def resume(self, partial: Partial) -> None:
+        """Take over what another had. `Unusable` where the environment doesn't come to the same state."""
+        record = Record.of(partial)
+        if record.turn in (None, "open") and self._engine.max_context <= len(record.tokens):
+            raise Unusable(f"its {len(record.tokens)} tokens fill this engine's context")
+        try:
+            if isinstance(self._environment, Resumable) and partial.environment_state is not None:
+                await self._ask(self._environment.restore, self._task, partial.environment_state)
+            else:
+                await self._replay(record)
+        except EnvironmentFailed as error:
+            raise Unusable(error.message) from error
+        self.record, self.environment_state, self._resumed = record, partial.environment_state, True
 
     async def run(self) -> None:
         """To its end. `EngineError` or `UsageError` from the engine, `EnvironmentFailed` from the environment."""
-        task, turn = self._task, 0
-        self._append(await self._ask(self._environment.reset, task), "prompt")
+        record, sampling = self.record, self._task.sampling
+        if not self._resumed:
+            record.answer(await self._first_tokens(), "prompt")
+            await self._save()
         while True:
-            generation = await self._engine.generate(self._request(turn))
-            if generation.finish == "abort":
-                raise EngineError(f"request {self._request_id} was aborted by the engine", code="engine_aborted")
-            self._take(generation)
-            step = await self._ask(self._environment.step, generation.tokens, generation.finish)
+            if record.turn in (None, "open") and not await self._policy_turn():
+                self.finish = "deadline"
+                return
+            finish: Literal["stop", "length"] = "stop" if record.turn == "stop" else "length"
+            try:
+                step = await self._answer(record.turn_tokens, finish)
+            except TimeoutError:
+                self.finish = "deadline"
+                return
             if step.done:
-                self._finish = "tool_limit" if step.limit_reached else generation.finish
+                self.finish = "tool_limit" if step.limit_reached else finish
                 return
-            self._append(step.tokens, step.kind)
-            room = self._engine.max_context - len(self.tokens)
-            if len(self._logprobs) >= task.sampling.max_tokens or room < 1:
-                self._finish = "length"
+            record.answer(step.tokens, step.kind)
+            await self._save()
+            self._turn += 1
+            if record.policy_tokens >= sampling.max_tokens or self._engine.max_context - len(record.tokens) < 1:
+                self.finish = "length"
                 return
-            turn += 1
+            self._on_news()
 
-    def trajectory(self, origin: Origin) -> Trajectory:
-        """What `run` made."""
-        task, length = self._task, len(self.tokens)
-        mask = np.zeros(length, np.uint8)
-        for segment in self._segments:
-            mask[segment.start : segment.end] = segment.kind == "policy"
-        logprobs = np.full(length, np.nan, np.float32)
-        logprobs[mask.astype(bool)] = self._logprobs
-        return Trajectory(
-            run=task.run,
-            lane=task.lane,
-            group=task.group,
-            sample=task.sample,
-            group_size=task.group_size,
-            task_sequence=origin.task_sequence,
-            attempt=task.attempt,
-            prompt_ref=task.prompt_ref,
-            reference=task.reference,
-            tokens=np.array(self.tokens, np.int32),
-            loss_mask=mask,
-            logprobs=logprobs,
-            version_spans=tuple(self.spans),
-            segments=tuple(self._segments),
-            finish=self._finish,
-            sampling=task.sampling,
-            seed=task.seed,
-            engine=origin.engine,
-            replica=origin.replica,
-            timings=Timings(
-                pulled_at=origin.pulled_at,
-                finished_at=time.time(),
-                queue_seconds=self._queue_seconds,
-                generate_seconds=self._generate_seconds,
-            ),
-        )
+    def so_far(self) -> Record:
+        """All that there is, with what the engine has told of the running turn."""
+        return self.record if self.running is None else self.record.with_turn(self.running)
 
-    def _request(self, turn: int) -> GenerateRequest:
-        sampling, done = self._task.sampling, len(self._logprobs)
-        if turn:
-            # A later turn gets what the context still holds; the first one is refused where the whole doesn't fit.
-            most = done + self._engine.max_context - len(self.tokens)
-            sampling = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, most))
-        return GenerateRequest(
-            request_id=f"{self._request_id}.{turn}", tokens=self.tokens, sampling=sampling, seed=self._task.seed, position0=done
-        )
+    # The policy's turns
 
-    def _append(self, tokens: list[int], kind: Literal["prompt", "policy", "environment", "tool"]) -> None:
-        if tokens:
-            at = len(self.tokens)
-            self.tokens = self.tokens + tokens
-            self._segments.append(Segment(at, at + len(tokens), kind))
+    async def _policy_turn(self) -> bool:
+        """One generation, taken into the record. False where a deadline cut it off."""
+        request, seconds = self._request(), self._seconds_left()
+        try:
+            async with asyncio.timeout(seconds):
+                generation = await self._generate(request)
+        except TimeoutError:
+            if not self.record.policy_tokens:
+                raise EngineError(
+                    f"request {request.request_id} had no token when its deadline came; see rollout.turn_seconds",
+                    code="engine_deadline",
+                ) from None
+            return False
+        if generation.finish == "abort":
+            raise EngineError(f"request {request.request_id} was aborted by the engine", code="engine_aborted")
+        self._on_news()
+        return True
+
+    async def _generate(self, request: GenerateRequest) -> Generation:
+        """What the engine made of the request; the record has it then, also where this call is cancelled."""
+        running = asyncio.ensure_future(self._engine.generate(request))
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError:
+            # `abort` keeps what was generated; a cancelled call would lose it.
+            self._engine.abort(request.request_id)
+            try:
+                with contextlib.suppress(TimeoutError, TowlineError):
+                    async with asyncio.timeout(ABORT_SECONDS):
+                        self._take(await asyncio.shield(running))
+            finally:
+                running.cancel()
+            raise
+        generation = running.result()
+        self._take(generation)
+        return generation
 
     def _take(self, generation: Generation) -> None:
-        at = len(self.tokens)
-        for span in generation.spans:
-            cut = span.cut
-            if self.spans and cut == "start" and self.spans[-1].version != span.version:
-                # A new turn computes its KV cache anew, under the version that it begins with.
-                cut = "retract"
-            self.spans.append(VersionSpan(at + span.start, at + span.end, span.version, cut))
-        self._append(generation.tokens, "policy")
-        self._logprobs += generation.logprobs
-        self._queue_seconds += generation.queue_seconds
-        self._generate_seconds += generation.generate_seconds
+        self.running = None
+        self.record.take(generation, "open" if generation.finish == "abort" else generation.finish)
+
+    def _request(self) -> GenerateRequest:
+        sampling, record = self._task.sampling, self.record
+        if self._turn or self._resumed:
+            # A later turn gets what the context still holds; the first one is refused where the whole doesn't fit.
+            most = record.policy_tokens + self._engine.max_context - len(record.tokens)
+            sampling = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, most))
+        every = self._limits.partial_every_tokens
+        return GenerateRequest(
+            request_id=f"{self._request_id}.{self._turn}", tokens=record.tokens, sampling=sampling, seed=self._task.seed,
+            position0=record.policy_tokens, on_progress=self._told if every else None, progress_every=max(every, 1),
+        )  # fmt: skip
+
+    def _told(self, progress: Progress) -> None:
+        self.running = progress
+        self._on_news()
+
+    def _seconds_left(self) -> float | None:
+        """Of this turn: by the turn's deadline, and by the group's less what reward and buffer may need."""
+        limits, left = self._limits, []
+        if limits.turn_seconds:
+            left.append(limits.turn_seconds)
+        if limits.group_margin_seconds:
+            left.append(self._task.deadline - limits.group_margin_seconds - time.time())
+        return min(left, default=None)
+
+    # The environment
+
+    async def _answer(self, tokens: list[int], finish: Literal["stop", "length"]) -> Step:
+        """`TimeoutError` past the tool's deadline."""
+        async with asyncio.timeout(self._limits.tool_seconds or None) as deadline:
+            try:
+                return await self._ask(self._environment.step, tokens, finish)
+            except EnvironmentFailed as error:
+                if deadline.expired():
+                    raise TimeoutError from error
+                raise
+
+    async def _save(self) -> None:
+        """Keep the environment's state, where it has one to keep."""
+        if isinstance(self._environment, Resumable):
+            self.environment_state = await self._ask(self._environment.save)
+
+    async def _replay(self, record: Record) -> None:
+        """Bring a fresh environment to where the record ends, by what the policy said; `Unusable` where it answers otherwise."""
+        segments = record.segments
+        if not segments or await self._first_tokens() != record.tokens[: segments[0].end]:
+            raise Unusable("the environment gave other first tokens")
+        turns = [at for at, segment in enumerate(segments) if segment.kind == "policy"]
+        for at in turns if record.turn is None else turns[:-1]:
+            try:
+                step = await self._answer(record.tokens[segments[at].start : segments[at].end], "stop")
+            except TimeoutError:
+                raise Unusable("the environment took too long to answer again") from None
+            following = segments[at + 1] if at + 1 < len(segments) else None
+            wanted = record.tokens[following.start : following.end] if following and following.kind != "policy" else []
+            if step.done or step.tokens != wanted:
+                raise Unusable("the environment answered otherwise than before")
+
+    async def _first_tokens(self) -> list[int]:
+        try:
+            async with asyncio.timeout(self._limits.tool_seconds or None):
+                return await self._ask(self._environment.reset, self._task)
+        except TimeoutError as error:
+            raise EnvironmentFailed(f"environment {self._task.environment} took over rollout.tool_seconds to begin") from error
 
     async def _ask(self, call: Callable[..., T | Awaitable[T]], *arguments: Any) -> T:
         try:

@@ -14,6 +14,7 @@ from towline.contract.control import ReissueRecord, TaskRecord, decode_control
 from towline.contract.task import EVAL, TRAIN, Task
 from towline.errors import MalformedError, UnavailableError
 from towline.rollout_worker.attempt import Attempt, Bench, Interruption
+from towline.rollout_worker.dead import dead_letter
 
 PULL_SECONDS = 0.25
 """How long one pull waits for a first task; a new evaluation waits as long for its turn."""
@@ -149,7 +150,7 @@ class Intake:
         except MalformedError as error:
             reason = error.message
         _log.error("task_unreadable", sequence=delivery.sequence, reason=reason)
-        await self._bench.bus.dead("rollout", delivery.data, reason, sequence=delivery.sequence, subject=delivery.subject)
+        await dead_letter(self._bench.bus, "rollout", delivery, reason)
         await delivery.ack()
         return None
 

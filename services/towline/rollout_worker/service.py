@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from towline.bus.client import Bus
 from towline.config import Settings
+from towline.delta.codec import warm_up
 from towline.engine.choice import make_engine
 from towline.rollout_worker.worker import Worker
 from towline.runtime.service import Service
@@ -41,6 +42,7 @@ class RolloutWorkerService(Service):
         telling = asyncio.create_task(self._tell())
         draining = asyncio.create_task(self._pass_on_drain())
         try:
+            await asyncio.to_thread(warm_up)
             await self._worker.run()
         finally:
             telling.cancel()

@@ -30,3 +30,31 @@ class Broken:
 
     def step(self, tokens: list[int], finish: str) -> Step:
         raise LookupError("no such tool")
+
+
+class Counting:
+    """Answers every turn with how many there have been."""
+
+    def __init__(self) -> None:
+        self._turns = 0
+
+    @staticmethod
+    def says(turn: int) -> list[int]:
+        return [50, turn % 50, 50]
+
+    def reset(self, task: Task) -> list[int]:
+        return task.prompt_tokens.tolist()  # type: ignore[no-any-return]
+
+    def step(self, tokens: list[int], finish: str) -> Step:
+        self._turns += 1
+        return Step(tokens=self.says(self._turns), kind="tool", done=False)
+
+
+class Saving(Counting):
+    """The same, and able to save."""
+
+    def save(self) -> bytes:
+        return b"%d" % self._turns
+
+    def restore(self, task: Task, saved: bytes) -> None:
+        self._turns = int(saved)
