@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import pytest
 
-from fault.real_run import RealRun, real_run
-from towline.faults import POINTS, VARIABLE
+from fault.field import FAULTY, FAULTY_GROUPS, field
+from towline.faults import POINTS
 
-FEW = ("trainer.opened", "trainer.checkpointed", "trainer.staged", "publisher.committed", "publisher.anchor_uploaded")
-SETTINGS = {"run__steps": "10", "eval__every": "10", "publisher__anchor_every": "3"}
-
-
-def die_at(run: RealRun, marks, points) -> None:
-    """One run in which a process dies at each of the points, once."""
-    marks.mkdir()
-    run.up(environment={VARIABLE: ",".join(f"{point}@{marks / point}" for point in points)})
-    answer = run.assert_ended_well()
-    assert answer["summary"]["steps"] == int(SETTINGS["run__steps"])
-    assert {mark.name for mark in marks.iterdir()} == set(points), "a point was never reached"
+WORST = (
+    "buffer.writer_appended", "buffer.task_appended", "buffer.reissue_appended", "buffer.batch_appended", "buffer.drop_appended",
+    "buffer.before_snapshot", "buffer.end_appended", "worker.before_publish", "worker.trajectory_published",
+    "worker.failure_published", "replica.activated", "reward.published", "reward.failure_published", "trainer.opened",
+    "trainer.checkpointed", "trainer.staged", "publisher.committed", "publisher.anchor_uploaded",
+)  # fmt: skip
+SETTINGS = {"run__steps": 10, "publisher__anchor_every": 3, "buffer__snapshot_every_records": 60}
+ONLY_SINGLE = ("buffer.before_cancel", "buffer.cancel_appended")
+"""When a whole group is scored at once, none of its samples is at work any more."""
 
 
-def test_a_run_survives_deaths_at_the_worst_moments(tmp_path):
-    with real_run(tmp_path, store__url=(tmp_path / "store").as_uri(), **SETTINGS) as run:
-        die_at(run, tmp_path / "marks", FEW)
+@pytest.mark.parametrize("task", [FAULTY, FAULTY_GROUPS], ids=["samples", "groups"])
+def test_a_run_survives_deaths_at_the_worst_moments(zygote, tmp_path, task):
+    with field(zygote, tmp_path, die_at=WORST, **SETTINGS, **task) as run:
+        run.assert_ended_well()
+        assert run.died_at() == set(WORST)
+        assert run.kills.total() == len(WORST)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_staleness", ["0", "2"])
+@pytest.mark.parametrize("max_staleness", [0, 2])
 @pytest.mark.parametrize("point", POINTS)
-def test_a_run_survives_a_death_at(tmp_path, point, max_staleness):
-    store = (tmp_path / "store").as_uri()
-    with real_run(tmp_path, store__url=store, buffer__max_staleness=max_staleness, **SETTINGS) as run:
-        die_at(run, tmp_path / "marks", [point])
+def test_a_run_survives_a_death_at(zygote, tmp_path, point, max_staleness):
+    task = FAULTY if max_staleness == 0 or point in ONLY_SINGLE else FAULTY_GROUPS
+    with field(zygote, tmp_path, die_at=[point], buffer__max_staleness=max_staleness, **SETTINGS, **task) as run:
+        run.assert_ended_well()
+        assert run.died_at() == {point}
