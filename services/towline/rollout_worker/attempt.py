@@ -32,6 +32,7 @@ from towline.replica.replica import Replica
 from towline.rollout_worker.dead import dead_letter
 from towline.rollout_worker.eligibility import eligibility, stale
 from towline.rollout_worker.episode import EnvironmentFailed, Episode, Unusable
+from towline.rollout_worker.pace import Pace
 from towline.rollout_worker.partials import Origin, PartialFigures, Partials
 from towline.rollout_worker.signal import Signal
 
@@ -74,10 +75,11 @@ class Bench:
     environment: Callable[[str], Environment]
     change: Signal
     figures: WorkerFigures
+    pace: Pace
+    busy: Callable[[], int]
+    """How many attempts there are."""
     suspects: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a task runs that has been begun SUSPECT_STARTS times."""
-    on_generated: Callable[[Trajectory], None] = lambda trajectory: None
-    """Told of each finished sample, for the worker's pace."""
 
 
 @dataclass(slots=True)
@@ -107,6 +109,11 @@ class Attempt:
     def sequence(self) -> int:
         """The task's place in CONTROL."""
         return self.delivery.sequence
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything may have been generated."""
+        return self._episode is not None
 
     async def run(self) -> None:
         self._runner = asyncio.current_task()
@@ -165,7 +172,13 @@ class Attempt:
             )
         async with bench.suspects if self._partials.starts >= SUSPECT_STARTS else contextlib.nullcontext():
             await self._until_served()
+            begun_at = time.monotonic()
             data, trajectory = await self._generate()
+            if self._partials.found is None:
+                bench.pace.finished(
+                    begun_at=begun_at, queue_seconds=trajectory.timings.queue_seconds, tokens=trajectory.policy_tokens,
+                    generate_seconds=trajectory.timings.generate_seconds, busy=bench.busy(),
+                )  # fmt: skip
         await self._partials.stop()
         self._publishing = True
         faults.point("worker.before_publish")
@@ -175,7 +188,6 @@ class Attempt:
             bench.figures.tokens += trajectory.policy_tokens
         else:
             bench.figures.superseded += 1
-        bench.on_generated(trajectory)
         faults.point("worker.trajectory_published")
         await delivery.ack()
         faults.point("worker.acknowledged")

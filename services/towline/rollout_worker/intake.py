@@ -51,6 +51,12 @@ class Intake:
         for attempt in list(self._attempts.values()):
             attempt.interrupt(why)
 
+    def hand_over_unbegun(self) -> None:
+        """What only waits needn't wait for the others' end."""
+        for attempt in list(self._attempts.values()):
+            if not attempt.begun:
+                attempt.interrupt("drained")
+
     def review(self) -> None:
         """The LOG or the served version changed."""
         for attempt in list(self._attempts.values()):
@@ -102,15 +108,16 @@ class Intake:
 
     async def _free_slots(self) -> int:
         """Waits for one; where few are free, a moment for more."""
-        if self._slots - self.busy < max(self._slots // 4, 1):
+        pace = self._bench.pace
+        if pace.limit - self.busy < max(pace.limit // 4, 1):
             self._freed.clear()
-            while self.busy >= self._slots and not self._closing:
+            while self.busy >= pace.limit and not self._closing:
                 await self._freed.wait()
                 self._freed.clear()
             await asyncio.sleep(_GATHER_SECONDS)
         if self._broken is not None:
             raise self._broken
-        return self._slots - self.busy
+        return max(pace.limit - self.busy, 0)
 
     async def _eval_consumer(self, version: int) -> Consumer:
         if self._eval is None or self._eval[0] != version:

@@ -20,12 +20,13 @@ from towline.replica.control import ControlFeed
 from towline.replica.replica import Replica
 from towline.rollout_worker.attempt import Bench, WorkerFigures
 from towline.rollout_worker.intake import Intake
+from towline.rollout_worker.pace import Pace
 from towline.rollout_worker.signal import Signal
 from towline.runtime.run_end import run_has_ended
 from towline.store.log import Log
 from towline.store.objects import ObjectStore
 
-HAND_OVER_SECONDS = 2.0
+HAND_OVER_SECONDS = 3.0
 """Kept of the drain's time for giving back what isn't finished."""
 _log = structlog.get_logger("towline.rollout_worker")
 
@@ -38,6 +39,7 @@ class Worker:
         self._feed = ControlFeed(bus)
         self._change = Signal()
         self.figures = WorkerFigures()
+        self._pace = Pace(engine.slots, settings.rollout.queue_seconds)
         self.replica = Replica(
             name=name, bus=bus, objects=objects, log=Log(objects, settings.run.name), engine=engine, settings=settings,
             feed=self._feed, folder=folder, busy=lambda: self._intake.busy,
@@ -46,6 +48,7 @@ class Worker:
             Bench(
                 bus=bus, settings=settings, engine=engine, replica=self.replica, feed=self._feed,
                 environment=_environments(), change=self._change, figures=self.figures,
+                pace=self._pace, busy=lambda: self._intake.busy,
             )
         )  # fmt: skip
         self._feed.on_cancel = lambda sequence: self._intake.interrupt(sequence, "cancelled")
@@ -93,32 +96,39 @@ class Worker:
                 self._intake.interrupt_all("ended")
                 await self._intake.settled(HAND_OVER_SECONDS)
                 return "ended"
+            self._intake.hand_over_unbegun()
             seconds = self._settings.service.drain_seconds
             if not await self._intake.settled(max(seconds - HAND_OVER_SECONDS, 0.1)):
                 self._intake.interrupt_all("drained")
-                await self._intake.settled(HAND_OVER_SECONDS / 2)
+                await self._intake.settled(0.8 * HAND_OVER_SECONDS)
             return "drained"
         finally:
             await _cancelled(*parts, *ends)
             await self._engine.stop()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HAND_OVER_SECONDS / 2):
+                async with asyncio.timeout(0.2 * HAND_OVER_SECONDS):
                     await self.replica.registry.leave()
 
     def report(self) -> dict[str, Any]:
         """The figures of the status; seconds and bytes are totals since the start."""
-        replica, version = self.replica, self.replica.version
+        replica, version, pace, partials = self.replica, self.replica.version, self._pace, self.figures.partials
         return {
             "version": version,
             "depth": None if version is None else replica.lineage.depth(version),
             "busy": self.busy,
             "slots": self._engine.slots,
+            "limit": pace.limit,
+            "queue_seconds_mean": pace.queue_seconds_mean,
+            "tokens_per_second": pace.tokens_per_second,
             "trajectories": self.figures.trajectories,
             "tokens": self.figures.tokens,
             "superseded": self.figures.superseded,
             "cancelled": self.figures.cancelled,
             "handed_over": self.figures.handed_over,
             "failures": dict(self.figures.failures),
+            "partials": {"written": partials.written, "failed": partials.failed, "resumed": partials.resumed},
+            "tokens_resumed": partials.tokens_resumed,
+            "partials_refused": dict(partials.refused),
             "activations": replica.figures.activations,
             "prepare_seconds": replica.figures.prepare_seconds,
             "pause_seconds": replica.figures.pause_seconds,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 from towline.contract.task import Task
 from towline.environment.base import Step
 
@@ -58,3 +61,14 @@ class Saving(Counting):
 
     def restore(self, task: Task, saved: bytes) -> None:
         self._turns = int(saved)
+
+
+class Killing:
+    """Takes its worker's process with it at the policy's first word."""
+
+    def reset(self, task: Task) -> list[int]:
+        return task.prompt_tokens.tolist()  # type: ignore[no-any-return]
+
+    def step(self, tokens: list[int], finish: str) -> Step:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
