@@ -20,8 +20,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from towline.delta.state import ModelState
 from towline.engine.base import Activation, ActivationMode, GenerateRequest, Generation, Progress, token_budget
+from towline.engine.priority import background_executor
 from towline.engine.torch_batch import Sequence, TorchBatch
-from towline.engine.torch_weights import LiveWeights, folder_layout
+from towline.engine.torch_weights import LiveWeights, Patch, folder_layout
 from towline.errors import EngineError, TowlineError, UsageError
 
 T = TypeVar("T")
@@ -56,6 +57,7 @@ class TorchEngine:
         self._failure: EngineError | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._activating = asyncio.Lock()
+        self._background = background_executor("engine-weights")
         self._tickets: dict[str, Sequence] = {}
         self._outbox: list[Sequence] = []
         self._wake = threading.Condition()
@@ -89,6 +91,7 @@ class TorchEngine:
         with self._wake:
             self._ending = True
             self._wake.notify()
+        self._background.shutdown(wait=False, cancel_futures=True)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, _STOP_SECONDS)
 
@@ -123,10 +126,10 @@ class TorchEngine:
         self.health()
         assert self._weights is not None
         async with self._activating:
-            pairs = await asyncio.to_thread(self._weights.prepare, state, changed)
-            pause = await self._between_steps(lambda: self._apply(pairs, version, mode), drain=mode == "drain")
+            patches = await self._beside(self._prepare, state, changed)
+            pause = await self._between_steps(lambda: self._apply(patches, version, mode), drain=mode == "drain")
             # The weights hold still until the next activation, so the digest needn't lengthen the pause.
-            digest = await asyncio.to_thread(self._digest)
+            digest = await self._beside(self._digest)
         return Activation(pause_seconds=pause, engine_digest=digest)
 
     async def logprobs(self, tokens: list[int]) -> list[float]:
@@ -198,6 +201,9 @@ class TorchEngine:
             reason = str(error).strip().splitlines()[0]
             raise UsageError(f"{folder}: transformers can't load it as a causal LM: {reason}", code="model_load") from error
         model = model.to(self._device).eval().requires_grad_(False)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            # transformers may have left them mapped from the folder's files, which change, and whose pages a write would copy.
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
         config = model.config.get_text_config()
         self.max_context = min(self.max_context, int(getattr(config, "max_position_embeddings", None) or self.max_context))
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
@@ -246,11 +252,11 @@ class TorchEngine:
         self._deliver(batch)
         return True
 
-    def _apply(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], version: int, mode: ActivationMode) -> float:
+    def _apply(self, patches: list[Patch], version: int, mode: ActivationMode) -> float:
         assert self._batch is not None
         assert self._weights is not None
         began = time.perf_counter()
-        self._weights.write(pairs)
+        self._weights.write(patches)
         self._batch.version = version
         if self._batch.running:
             self._batch.cut("retract" if mode == "retract" else "in_place")
@@ -259,6 +265,15 @@ class TorchEngine:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - began
+
+    async def _beside(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Run it while the engine generates, at low priority."""
+        return await asyncio.get_running_loop().run_in_executor(self._background, work, *arguments)
+
+    def _prepare(self, state: ModelState, changed: set[str] | None) -> list[Patch]:
+        assert self._weights is not None
+        with torch.inference_mode():
+            return self._weights.prepare(state, changed)
 
     def _digest(self) -> str:
         assert self._weights is not None

@@ -2,14 +2,19 @@
 
 The published dtype may be narrower than the engine's (bf16 in a float32 engine): widening is exact, so casting the live
 weights back gives the published bytes, and the digest over them proves what the engine serves. Narrowing is refused.
+
+What changes is found while the engine still generates, by comparing the live weights with the version's; the pause is then the
+writing of those elements alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 from safetensors import safe_open
@@ -25,6 +30,31 @@ _EXACT = {
     (torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.float64),
     (torch.float16, torch.float64), (torch.float32, torch.float64),
 }  # fmt: skip
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK_ELEMENTS = 1 << 20
+_SPARSE_SHARE = 0.1
+"""Of a tensor's elements: where more have changed, writing all of it is faster than writing those."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """New values of one tensor: of the elements at `positions` (int64[n]) of `live`, which is flat, or of all of them."""
+
+    live: torch.Tensor
+    positions: torch.Tensor | None
+    values: torch.Tensor
+
+    def write(self) -> None:
+        if self.positions is None:
+            self.live.copy_(self.values)
+        elif self.live.device.type == "cpu":
+            bits = _BITS[self.live.itemsize]
+            # numpy's is faster than index_copy_ on one thread; as bits, since it has no bfloat16.
+            self.live.view(bits).numpy()[self.positions.numpy()] = self.values.view(bits).numpy()
+        else:
+            self.live.index_copy_(0, self.positions, self.values)
 
 
 def folder_layout(folder: Path) -> list[TensorSpec]:
@@ -72,19 +102,36 @@ class LiveWeights:
                 )
         self._layout = specs
 
-    def prepare(self, state: ModelState, changed: set[str] | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Check everything and return (live tensor, new value in the published dtype) pairs for `write`. Nothing is written."""
+    def prepare(self, state: ModelState, changed: set[str] | None) -> list[Patch]:
+        """Check everything and find what differs from the live weights, which must not change until `write`."""
         self.adopt(tensor.spec for tensor in state.values())
         names = state.keys() if changed is None else changed
         if unknown := sorted(names - state.keys()):
             raise EngineError(f"changed tensor {unknown[0]!r} isn't in the version", code="weights_layout")
         self._check_ties(state, names)
-        return [(self._tensors[name], _as_torch(state[name])) for name in names]
+        return [patch for name in sorted(names) if (patch := self._patch(state[name])) is not None]
 
-    def write(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """In place; the widening copy is exact."""
-        for live, value in pairs:
-            live.copy_(value)
+    def write(self, patches: list[Patch]) -> None:
+        """In place; widening is exact."""
+        for patch in patches:
+            patch.write()
+
+    def _patch(self, tensor: RawTensor) -> Patch | None:
+        """None where the live tensor has these bytes already."""
+        published = _TORCH[tensor.spec.dtype]
+        live = self._tensors[tensor.spec.name].view(-1)
+        width, most = published.itemsize, int(_SPARSE_SHARE * live.numel())
+        positions, values, found = [], [], 0
+        for at in range(0, live.numel(), _CHUNK_ELEMENTS):
+            new = _tensor(tensor.data[at * width : (at + _CHUNK_ELEMENTS) * width], published).to(live.device)
+            where = _differing(live[at : at + _CHUNK_ELEMENTS].to(published), new, width)
+            found += where.numel()
+            if found > most:
+                return Patch(live, None, _tensor(tensor.data, published).to(live.device))
+            if where.numel():
+                positions.append(where + at)
+                values.append(new[where].to(live.dtype))
+        return Patch(live, torch.cat(positions), torch.cat(values)) if found else None
 
     def digest(self) -> str:
         """Model digest over the live weights, each cast back to its published dtype."""
@@ -102,6 +149,15 @@ class LiveWeights:
                 raise EngineError(f"tensors {first!r} and {name!r} are tied in the model but differ", code="weights_tied")
 
 
-def _as_torch(tensor: RawTensor) -> torch.Tensor:
-    data = tensor.data if tensor.data.flags.writeable else tensor.data.copy()
-    return torch.from_numpy(data).view(_TORCH[tensor.spec.dtype]).reshape(tensor.spec.shape)
+def _differing(a: torch.Tensor, b: torch.Tensor, width: int) -> torch.Tensor:
+    """Positions of the elements whose bytes differ: int64[n]."""
+    a, b = a.view(_BITS[width]), b.view(_BITS[width])
+    if a.device.type != "cpu":
+        return torch.nonzero(a != b)[:, 0]
+    # numpy scans ten times as fast as torch.nonzero here.
+    return torch.from_numpy(np.flatnonzero(a.numpy() != b.numpy()))
+
+
+def _tensor(data: npt.NDArray[np.uint8], dtype: torch.dtype) -> torch.Tensor:
+    """A copy: torch has no read-only tensors, and the data may be mapped from a file."""
+    return torch.from_numpy(data.copy()).view(dtype)
