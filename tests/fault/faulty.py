@@ -9,6 +9,7 @@ import asyncio
 from typing import Literal
 
 from sort_digits import reward as plain_reward
+
 from towline.contract.task import TRAIN, Task
 from towline.environment.base import Step
 from towline.verifiers.base import Reward, Sample

@@ -331,7 +331,8 @@ class Field:
         self.until(lambda: self.done >= set(SERVICES) - {LASTING}, "the run never ended")
         report = self.audited()
         counts = report.counts
-        assert report.finished and counts.open == 0, report.as_dict()
+        assert report.finished, report.as_dict()
+        assert counts.open == 0, report.as_dict()
         assert counts.admitted == counts.trained + counts.evaluated + sum(counts.dropped.values())
         buffer, run = self.settings.buffer, self.settings.run
         assert report.depth == run.steps

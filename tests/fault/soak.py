@@ -1,6 +1,7 @@
-"""The seeded random killer: one long real run whose processes are SIGKILLed one after the other; prints the result as JSON.
+"""The seeded random killer: real runs whose processes are SIGKILLed one after the other; prints the result as JSON.
 
-`make soak` ends with it (KILLS=1000 SEED=0 STALENESS=1). Exit status 1 where the audit finds anything.
+`make soak` ends with it (KILLS=1000 SEED=0). One run takes RUN_KILLS of them and then goes on to its end; the next has another
+seed and other settings. Exit status 1 where an audit finds anything: lost, counted twice, or over the bound.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -16,81 +16,102 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from fault.real_run import SERVERS, SERVICES, RealRun, real_run
-from towline.contract.entries import OpenEntry, VersionEntry
+from fault.field import FAULTY, FAULTY_GROUPS, Field, Zygote, field
+from towline.faults import POINTS
 
 STEPS = 1_000_000
-"""More than any soak comes to: after the last kill the run is stopped, and told to end where it has got to."""
+"""More than any run comes to: after its last kill it's told to end where it has got to."""
 CALM_STEPS = 3
-GAP_SECONDS = 6.0
-"""At most, between two kills; drawn evenly from 0 on, so that some hit a process at its start and some in its work. The mean
-lets a service die less often than the supervisor gives it up for."""
-ROUNDS_BETWEEN_PROGRESS = 3
-"""Each round kills everybody once; after so many the run must get deeper before the next kill."""
+RUN_KILLS = 150
+"""A run's log grows with its steps, and every restart reads it whole."""
+AUDIT_KILLS = 50
+"""Kills between two audits of the live run."""
+GAP_SECONDS = 1.5
+"""At most, between two strikes; drawn evenly from 0 on, so that some hit a process at its start and some in its work."""
+POINT_SHARE = 0.3
+"""Of the strikes: somebody dies at a fault point drawn at random, the others at a moment drawn at random."""
+POINT_SECONDS = 2.0
+"""How long a drawn point may not be reached before the next strike."""
+TOGETHER = (1, 1, 1, 2, 3)
+"""How many are killed in the same moment; one is drawn."""
+PROGRESS_KILLS = 15
+"""After so many the run must get deeper before the next strike."""
 
 
-def soak(folder: Path, kills: int, seed: int, max_staleness: int) -> dict[str, Any]:
+def soak(zygote: Zygote, folder: Path, kills: int, seed: int, max_staleness: int) -> dict[str, Any]:
     """Kill so often, then let the run end."""
     chance = random.Random(seed)
-    killed: Counter[str] = Counter()
     began = time.monotonic()
-    with real_run(folder, run__steps=str(STEPS), eval__every="50", buffer__max_staleness=str(max_staleness)) as run:
-        run.up()
+    points: Counter[str] = Counter()
+    task = FAULTY if seed % 2 == 0 else FAULTY_GROUPS
+    settings = {"run__steps": STEPS, "eval__every": 25, "buffer__max_staleness": max_staleness}
+    with field(zygote, folder, s3=True, **settings, **task) as run:
         run.until_depth(1)
-        order: list[str] = []
-        rounds = 0
-        while killed.total() < kills:
-            if not order:
-                if rounds % ROUNDS_BETWEEN_PROGRESS == 0:
-                    depth = run.until_depth(run.until_depth(0) + 1)
-                    seconds = time.monotonic() - began
-                    print(f"{killed.total()}/{kills} kills, depth {depth}, {seconds:.0f} s", file=sys.stderr, flush=True)
-                rounds += 1
-                order = chance.sample([*SERVICES, *SERVERS], len(SERVICES) + len(SERVERS))
-            name = order.pop()
-            run.kill(name)
-            killed[name] += 1
+        audits, deeper = AUDIT_KILLS, 0
+        while (killed := run.kills.total()) < kills:
+            if killed >= deeper:
+                deeper = killed + PROGRESS_KILLS
+                depth = run.until_depth(run.until_depth(0) + 1)
+                print(f"{killed}/{kills} kills, depth {depth}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+            if killed >= audits:
+                audits = killed + AUDIT_KILLS
+                run.audited()
+            if chance.random() < POINT_SHARE:
+                points.update(strike_at(run, chance))
+            else:
+                for name in chance.sample(run.names, chance.choice(TOGETHER)):
+                    run.kill(name)
             time.sleep(chance.uniform(0.0, GAP_SECONDS))
-        depth = run.until_depth(run.until_depth(0) + CALM_STEPS)
-        epochs, forks = epochs_and_forks(run)
-        run.signal(signal.SIGINT)
-        run.wait()
-        run.set(run__steps=str(depth + 10 * CALM_STEPS))
-        run.up()
-        audit = run.assert_ended_well(max_staleness=max_staleness)["audit"]
-    return {
-        "kills": killed.total(), "killed": dict(sorted(killed.items())), "seed": seed, "max_staleness": max_staleness,
-        "epochs": epochs, "forks": forks, "seconds": round(time.monotonic() - began), "audit": audit,
-    }  # fmt: skip
+        depth = run.until_depth(run.until_depth(0) + 1)
+        killed = run.kills.total()
+        run.end_after(depth + CALM_STEPS)
+        report = run.assert_ended_well()
+        epochs, forks = run.epochs_and_forks()
+        return {
+            "kills": killed, "killed": dict(sorted(run.kills.items())), "at_points": dict(sorted(points.items())),
+            "ended_by_a_fault": {end: count for end, count in sorted(run.exits.items()) if not end.endswith(":0")},
+            "seed": seed, "max_staleness": max_staleness, "epochs": epochs, "forks": forks,
+            "seconds": round(time.monotonic() - began), "audit": report.as_dict(),
+        }  # fmt: skip
 
 
-def epochs_and_forks(run: RealRun) -> tuple[int, int]:
-    """How many trainers opened an epoch, and how many of these began below the head of the one before."""
-    epochs = forks = head = 0
-    for entry in run.entries():
-        if isinstance(entry, OpenEntry):
-            epochs += 1
-            forks += entry.base != head
-            head = entry.base
-        elif isinstance(entry, VersionEntry):
-            head = entry.number
-    return epochs, forks
+def strike_at(run: Field, chance: random.Random) -> set[str]:
+    """Somebody dies at a point that is reached soon; the point, or none."""
+    run.die_at([f"{chance.choice(list(POINTS))}#{chance.randint(1, 3)}" for _ in range(3)])
+    until = time.monotonic() + POINT_SECONDS
+    while not run.died_at() and time.monotonic() < until:
+        time.sleep(0.02)
+    died = run.died_at()
+    run.die_at([])
+    return {name.partition("#")[0] for name in died}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-staleness", type=int, default=1)
+    parser.add_argument("--max-staleness", type=int, help="0, 1 and 2 in turn where it's left out")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="towline-soak-") as folder:
-        try:
-            result = soak(Path(folder), given.kills, given.seed, given.max_staleness)
-        except AssertionError as error:
-            print(error, file=sys.stderr)
-            print(json.dumps({"seed": given.seed, "failed": str(error).partition("\n")[0]}))
-            return 1
-    print(json.dumps(result))
+    total, runs, faults = 0, 0, 0
+    zygote = Zygote()
+    try:
+        while total < given.kills:
+            seed = given.seed + runs
+            staleness = (1, 0, 2)[seed % 3] if given.max_staleness is None else given.max_staleness
+            with tempfile.TemporaryDirectory(prefix="towline-soak-", ignore_cleanup_errors=True) as folder:
+                try:
+                    result = soak(zygote, Path(folder), min(RUN_KILLS, given.kills - total), seed, staleness)
+                except AssertionError as error:
+                    print(error, file=sys.stderr)
+                    print(json.dumps({"seed": seed, "max_staleness": staleness, "failed": str(error).partition("\n")[0]}))
+                    faults += 1
+                    return 1
+            print(json.dumps(result), flush=True)
+            total += result["kills"]
+            runs += 1
+    finally:
+        zygote.close()
+    print(json.dumps({"runs": runs, "kills": total, "violations": faults}))
     return 0
 
 
