@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from towline.audit.again import Again, prompt_of
 from towline.audit.line import Line
 from towline.audit.report import Counts, Violation
 from towline.contract.control import (
@@ -15,9 +16,11 @@ from towline.contract.control import (
     ForkRecord,
     Record,
     ReissueRecord,
+    RequeueRecord,
     TaskRecord,
     WriterRecord,
 )
+from towline.contract.groups import EXTERNAL, is_external
 from towline.contract.task import TRAIN, Task
 
 SampleKey = tuple[int, int]
@@ -31,6 +34,8 @@ class GroupSeen:
     samples: set[int] = field(default_factory=set)
     fate: str | None = None
     """`evaluated`, or the reason of its drop."""
+    prompt: bytes | None = None
+    """Of a train group: its prompt and where it came from, as one value to compare."""
 
 
 @dataclass(slots=True)
@@ -51,7 +56,10 @@ class Ledger:
         self.batches: list[BatchSeen] = []
         self.evals: list[EvalRecord] = []
         self.dropped: dict[str, int] = {}
+        self.turned_away: dict[str, int] = {}
+        """Reason -> scored samples of external groups that were dropped for it and never admitted."""
         self.evaluated = 0
+        self.again = Again(self._fault)
         self.ended: EndRecord | None = None
         """The end that stands: a task after it, or a fork below its depth, takes the run up again."""
         self._standing: dict[SampleKey, BatchSeen] = {}
@@ -71,13 +79,16 @@ class Ledger:
             self.begins_at = sequence
         self._check_writer(record, sequence)
         match record:
-            case TaskRecord(task=task):
+            case TaskRecord(task=task, requeues=requeues):
                 self._task(task, sequence)
+                again = requeues if isinstance(requeues, int) else None
+                self.again.admitted(task, again, purged=again is not None and self._purged(again))
             case ReissueRecord(task=task):
                 self._reissue(task, sequence)
             case AdmitRecord():
-                group = self.groups.setdefault(record.group, GroupSeen(record.lane, record.group_size, None))
-                self._admit(group, record.group, record.sample)
+                self._take_in(record)
+            case RequeueRecord():
+                self._requeue(record)
             case BatchRecord():
                 self._batch(record, sequence)
             case DropRecord():
@@ -112,10 +123,33 @@ class Ledger:
         if self._purged(task.group):
             self.task_sequences[sequence] = (task.group, task.sample)
             return
-        group = self.groups.setdefault(task.group, GroupSeen(task.lane, task.group_size, task.exact_version))
+        group = self.groups.setdefault(
+            task.group, GroupSeen(task.lane, task.group_size, task.exact_version, prompt=prompt_of(task))
+        )
+        if is_external(task.group):
+            self._fault(1, f"{task.group}.{task.sample}", "a task for an external group")
         self._admit(group, task.group, task.sample)
         self.task_sequences[sequence] = (task.group, task.sample)
         self.ended = None
+
+    def _take_in(self, record: AdmitRecord) -> None:
+        where = f"{record.group}.{record.sample}"
+        if not is_external(record.group) or record.lane != EXTERNAL:
+            self._fault(1, where, f"admitted from outside, of lane {record.lane}: it must be below 0 and of lane {EXTERNAL}")
+        group = self.groups.setdefault(record.group, GroupSeen(record.lane, record.group_size, None))
+        if record.group_size != group.size or not 0 <= record.sample < group.size:
+            self._fault(1, where, f"admitted from outside as one of {record.group_size}, its group has {group.size}")
+        self._admit(group, record.group, record.sample)
+        self.ended = None
+
+    def _requeue(self, record: RequeueRecord) -> None:
+        group = self.groups.get(record.group)
+        if group is not None:
+            self.again.asked(record, group.lane, group.fate, group.prompt)
+        elif self._purged(record.group):
+            self.again.purged(record)
+        else:
+            self.again.asked(record, None, None, None)
 
     def _admit(self, group: GroupSeen, number: int, sample: int) -> None:
         if sample in group.samples:
@@ -155,7 +189,7 @@ class Ledger:
                 continue
             if group.fate is not None:
                 self._fault(1, where, f"in batch {name} after its group was closed ({group.fate})")
-            if group.lane != TRAIN:
+            if group.lane not in (TRAIN, EXTERNAL):
                 self._fault(1, where, f"in batch {name}, of lane {group.lane}")
             before = self._standing.get((row.group, row.sample))
             if before is not None:
@@ -173,6 +207,9 @@ class Ledger:
         group = self.groups.get(record.group)
         if group is None and self._purged(record.group):
             return
+        if isinstance(record.offered, int):
+            self._turn_away(record, group)
+            return
         if group is None:
             self._fault(1, where, f"dropped as {record.reason}, never admitted")
             return
@@ -188,6 +225,21 @@ class Ledger:
             self._fault(1, where, f"dropped with {record.samples} samples, {len(group.samples)} were admitted")
         group.fate = record.reason
         self.dropped[record.reason] = self.dropped.get(record.reason, 0) + len(group.samples)
+        if record.requeue is True:
+            self.again.promised(record.group, record.reason, group.prompt)
+
+    def _turn_away(self, record: DropRecord, group: GroupSeen | None) -> None:
+        """An external group that was only offered: nothing of it was admitted, and nothing of it may be."""
+        where = f"group {record.group}"
+        if not is_external(record.group) or record.samples != 0:
+            self._fault(1, where, f"turned away as {record.reason} with {record.samples} samples: only external offers can be")
+        if group is not None:
+            state = f"it was closed ({group.fate})" if group.fate is not None else "it was admitted"
+            self._fault(1, where, f"turned away as {record.reason} after {state}")
+            return
+        self.groups[record.group] = GroupSeen(record.lane, 0, None, fate=record.reason)
+        offered = record.offered if isinstance(record.offered, int) else 0
+        self.turned_away[record.reason] = self.turned_away.get(record.reason, 0) + offered
 
     def _eval(self, record: EvalRecord) -> None:
         seen: set[SampleKey] = set()
@@ -249,7 +301,7 @@ class Ledger:
                 if key in trained:
                     self._fault(2, f"{row.group}.{row.sample}", f"trained at depth {trained[key]} and at depth {depth}")
                 trained[key] = depth
-        counts = Counts(evaluated=self.evaluated, dropped=dict(self.dropped))
+        counts = Counts(evaluated=self.evaluated, dropped=dict(self.dropped), turned_away=dict(self.turned_away))
         for number, group in self.groups.items():
             counts.admitted += len(group.samples)
             in_lineage = [sample for sample in group.samples if (number, sample) in trained]

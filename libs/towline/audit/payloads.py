@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from towline.audit.ledger import Ledger, SampleKey
 from towline.audit.line import Line
 from towline.audit.report import Violation
 from towline.contract.codec import digest
+from towline.contract.control import OverStale
+from towline.contract.groups import EXTERNAL, is_external
 from towline.contract.outcome import Score
 from towline.contract.trajectory import Trajectory, decode_trajectory
 from towline.errors import MalformedError
@@ -26,6 +29,10 @@ class Row:
     for_depth: int | None
     least_depth: int | None
     version: int | None
+    over_stale: OverStale | None = None
+    """What its batch's record says of rows over the bound."""
+    over_tokens: int = 0
+    """Its tokens over the bound, as that says."""
 
     @property
     def where(self) -> str:
@@ -39,21 +46,37 @@ class Bound:
     run: str
     max_staleness: int
     keep_off_line: bool
+    over_stale: Literal["mask", "keep"] | None = None
+    """How rows over the bound may be trained; None: not at all."""
 
 
 def rows_of(ledger: Ledger) -> list[Row]:
     """Every row that counts: of the evaluations and of the batches that no fork has voided."""
-    rows = [
-        Row(row.group, row.sample, row.sequence, row.digest, row.reward, batch.record.epoch, batch.record.for_depth,
-            row.least_depth, None)
-        for batch in ledger.batches
-        if not batch.void
-        for row in batch.record.rows
-    ]  # fmt: skip
-    for record in ledger.evals:
+    rows: list[Row] = []
+    for batch in ledger.batches:
+        record = batch.record
+        said = record.over_stale if isinstance(record.over_stale, OverStale) else None
+        over = {item.row: item.tokens for item in said.rows} if said is not None else {}
+        for place, row in enumerate(record.rows if not batch.void else ()):
+            rows.append(
+                Row(
+                    row.group,
+                    row.sample,
+                    row.sequence,
+                    row.digest,
+                    row.reward,
+                    record.epoch,
+                    record.for_depth,
+                    row.least_depth,
+                    None,
+                    said,
+                    over.get(place, 0),
+                )
+            )
+    for closed in ledger.evals:
         rows.extend(
-            Row(row.group, row.sample, row.sequence, row.digest, row.reward, None, None, None, record.version)
-            for row in record.rows
+            Row(row.group, row.sample, row.sequence, row.digest, row.reward, None, None, None, closed.version)
+            for row in closed.rows
         )
     return rows
 
@@ -71,6 +94,9 @@ class Checker:
     """Whether `scores` has all that were ever given; False where OUTCOME's beginning was purged."""
     violations: list[Violation] = field(default_factory=list)
     staleness_max: int = 0
+    over_rows: int = 0
+    over_tokens: int = 0
+    over_most: int = 0
     _judged: dict[tuple[int, int], tuple[int, bool]] = field(default_factory=dict)
 
     def check(self, row: Row, data: bytes | None) -> None:
@@ -106,7 +132,9 @@ class Checker:
         if (trajectory.run, trajectory.group, trajectory.sample) != (self.bound.run, row.group, row.sample):
             self._fault(6, row, f"the trajectory at {row.sequence} is of {trajectory.run} {trajectory.group}.{trajectory.sample}")
         purged = trajectory.task_sequence < self.ledger.begins_at
-        if not purged and self.ledger.task_sequences.get(trajectory.task_sequence) != (row.group, row.sample):
+        if is_external(row.group):
+            self._check_external(row, trajectory)
+        elif not purged and self.ledger.task_sequences.get(trajectory.task_sequence) != (row.group, row.sample):
             self._fault(6, row, f"generated for CONTROL {trajectory.task_sequence}, which is no task of it")
         versions = {span.version for span in trajectory.version_spans}
         unknown = sorted(versions - self.line.parents.keys())
@@ -118,20 +146,37 @@ class Checker:
         elif row.epoch not in self.line.heads:
             self._fault(2, row, f"in a batch of epoch {row.epoch}, which the LOG hasn't")
         else:
-            self._check_staleness(row, versions)
+            self._check_staleness(row, versions, trajectory)
 
-    def _check_staleness(self, row: Row, versions: set[int]) -> None:
+    def _check_external(self, row: Row, trajectory: Trajectory) -> None:
+        group = self.ledger.groups.get(row.group)
+        if trajectory.lane != EXTERNAL or trajectory.task_sequence != 0:
+            self._fault(6, row, f"an external sample of lane {trajectory.lane}, for CONTROL {trajectory.task_sequence}")
+        if group is not None and trajectory.group_size != group.size:
+            self._fault(6, row, f"admitted as one of {group.size}, sampled as one of {trajectory.group_size}")
+
+    def _check_staleness(self, row: Row, versions: set[int], trajectory: Trajectory) -> None:
         assert row.epoch is not None
         assert row.for_depth is not None
         assert row.least_depth is not None
         judged = {version: self._judge(version, row.epoch) for version in versions}
         least = min(depth for depth, _ in judged.values())
         greatest = max(depth for depth, _ in judged.values())
-        self.staleness_max = max(self.staleness_max, row.for_depth - least)
         batch = f"batch {row.epoch}/{row.for_depth}"
-        if row.for_depth - least > self.bound.max_staleness:
-            self._fault(3, row, f"in {batch} with tokens of depth {least}: staleness {row.for_depth - least} is over "
-                                f"{self.bound.max_staleness}")  # fmt: skip
+        most = self.bound.max_staleness if row.over_stale is None else min(row.over_stale.max_staleness, self.bound.max_staleness)
+        tokens = sum(span.end - span.start for span in trajectory.version_spans if row.for_depth - judged[span.version][0] > most)
+        if row.over_tokens:
+            self.over_rows += 1
+            self.over_tokens += row.over_tokens
+            self.over_most = max(self.over_most, row.for_depth - least)
+        else:
+            self.staleness_max = max(self.staleness_max, row.for_depth - least)
+        if row.over_stale is not None and row.over_stale.mode != self.bound.over_stale:
+            self._fault(3, row, f"{batch} says to {row.over_stale.mode} what is over the bound, buffer.over_stale doesn't")
+        if tokens and not row.over_tokens:
+            self._fault(3, row, f"in {batch} with tokens of depth {least}: staleness {row.for_depth - least} is over {most}")
+        elif tokens != row.over_tokens:
+            self._fault(3, row, f"{batch} says {row.over_tokens} of its tokens are over the bound, {tokens} are")
         if greatest > row.for_depth:
             self._fault(3, row, f"in {batch} with tokens of depth {greatest}, which had consumed that batch already")
         if row.least_depth > least:

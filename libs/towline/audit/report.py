@@ -38,6 +38,8 @@ class Counts:
     evaluated: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     """By reason."""
+    turned_away: dict[str, int] = field(default_factory=dict)
+    """Scored external samples that were offered and never admitted, by reason: no part of the sum."""
     open: int = 0
     """Anything else: waiting, generating, scored, or in a batch that isn't consumed yet."""
 
@@ -66,7 +68,10 @@ class AuditReport:
     batches_purged: int
     """Batches of the lineage whose records are purged."""
     staleness_max: int
+    """Among the rows within the bound."""
     violations: list[Violation]
+    over_stale: dict[str, int] = field(default_factory=lambda: {"rows": 0, "tokens": 0, "max": 0})
+    """`rows` over the bound that the records name, their `tokens` over it, and the greatest staleness (`max`) among them."""
 
     @property
     def clean(self) -> bool:
@@ -89,11 +94,13 @@ class AuditReport:
                 "dropped": dict(sorted(counts.dropped.items())),
                 "open": counts.open,
             },
+            "turned_away": dict(sorted(counts.turned_away.items())),
             "rows_checked": self.rows_checked,
             "rows_purged": self.rows_purged,
             "purged": dict(self.purged),
             "batches_purged": self.batches_purged,
             "staleness_max": self.staleness_max,
+            "over_stale": dict(self.over_stale),
             "violations": [{"invariant": v.invariant, "where": v.where, "what": v.what} for v in self.violations],
         }
 
@@ -112,6 +119,12 @@ class AuditReport:
             f"checked: {self.rows_checked} trajectories byte for byte, {self.rows_purged} purged, "
             f"greatest staleness {self.staleness_max}",
         ]
+        if self.over_stale["rows"]:
+            rows, tokens, most = self.over_stale["rows"], self.over_stale["tokens"], self.over_stale["max"]
+            lines.append(f"over the bound, by name: {tokens} tokens in {rows} rows, greatest staleness {most}")
+        if counts.turned_away:
+            away = ", ".join(f"{n} {reason}" for reason, n in sorted(counts.turned_away.items()))
+            lines.append(f"offered from outside and never admitted: {away}")
         if any(self.purged.values()):
             below = ", ".join(f"{count} of {stream}" for stream, count in self.purged.items() if count)
             lines.append(

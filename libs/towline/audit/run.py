@@ -6,6 +6,7 @@ It shares no code with the buffer: it reads the records itself and recomputes wh
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 from towline.audit.ledger import Ledger, SampleKey
 from towline.audit.line import Line
@@ -22,6 +23,8 @@ from towline.store.log import Log
 
 ROWS_AT_A_TIME = 256
 """Trajectories held in memory together."""
+OVER_STALE: dict[str, Literal["mask", "keep"]] = {"mask_stale_tokens": "mask", "keep": "keep"}
+"""buffer.over_stale -> what a batch record may say; others allow no row over the bound."""
 _TRIES = 5
 
 
@@ -36,7 +39,9 @@ async def audit(bus: Bus, log: Log, settings: Settings) -> AuditReport:
     ledger.check_cursors(line)
     scores, scores_whole = await _read_scores(bus)
     log_now = Line(await _entries(log))  # a batch of a live run may hold versions that were committed meanwhile
-    bound = Bound(settings.run.name, settings.buffer.max_staleness, _keeps_off_line(settings))
+    bound = Bound(
+        settings.run.name, settings.buffer.max_staleness, _keeps_off_line(settings), OVER_STALE.get(settings.buffer.over_stale)
+    )
     checker = Checker(bound, ledger, log_now, scores, scores_whole)
     checked, purged = await _check_rows(bus, ledger, checker)
     purged_messages = {
@@ -57,6 +62,7 @@ async def audit(bus: Bus, log: Log, settings: Settings) -> AuditReport:
         purged=purged_messages,
         batches_purged=ledger.purged_batches,
         staleness_max=checker.staleness_max,
+        over_stale={"rows": checker.over_rows, "tokens": checker.over_tokens, "max": checker.over_most},
         violations=violations,
     )
 

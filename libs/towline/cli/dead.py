@@ -1,4 +1,4 @@
-"""`towline dead list|show`: messages that nobody could act on, whole, with the reason and where they came from."""
+"""`towline dead list|show|requeue`: messages that nobody could act on, whole, with the reason and where they came from."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
-from towline.errors import MalformedError, MissingError
+from towline.errors import MalformedError, MissingError, UsageError
 
 app = typer.Typer(help="Messages that nobody could act on, with the reason.", no_args_is_help=True)
 
@@ -35,7 +35,8 @@ def list_dead(
         return
     for row in rows:
         context = " ".join(f"{key}={value}" for key, value in row["context"].items())
-        print(f"{row['sequence']:>8}  {row['stage']:10} {row['nbytes']:>9} bytes  {row['reason']}  ({context})")
+        requeue = f"  [{row['requeue']}]" if row["requeue"] else ""
+        print(f"{row['sequence']:>8}  {row['stage']:10} {row['nbytes']:>9} bytes  {row['reason']}  ({context}){requeue}")
     print(", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no dead letters")
 
 
@@ -59,23 +60,62 @@ def show(
         print(f"{key:10} {value}")
 
 
+@app.command()
+def requeue(
+    target: Target,
+    sequences: Annotated[list[int] | None, typer.Argument(min=1, metavar="ID…", help="As `list` prints them.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every dead letter whose group was dropped.")] = False,
+    stage: Annotated[str | None, typer.Option(help="With --all: only of this stage.")] = None,
+    wait_seconds: Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for the buffer's answer.")] = 10.0,
+    as_json: Json = False,
+) -> None:
+    """Have the prompts of groups that were dropped over dead letters admitted again, each as a new group, once.
+
+    The dropped group stays dropped. The buffer decides; where none runs, it does when it's back. Exit status 1 where one of the
+    given letters couldn't be requeued.
+    """
+    if bool(sequences) == everything:
+        raise UsageError("give dead letters by number, or --all; see `towline dead list`")
+    if stage is not None and not everything:
+        raise UsageError("--stage goes with --all")
+    answers = asyncio.run(_requeue(target, sequences, stage, wait_seconds))
+    for answer in answers:
+        print(json.dumps(answer) if as_json else f"{answer['sequence']:>8}  {answer['state']:9} {answer['why']}")
+    if not answers and not as_json:
+        print("no dead letter whose group was dropped")
+    if sequences and any(answer["state"] == "refused" for answer in answers):
+        raise typer.Exit(1)
+
+
+async def _requeue(target: str, sequences: list[int] | None, stage: str | None, wait_seconds: float) -> list[dict[str, Any]]:
+    from towline.cli.requeueing import requeue as ask
+    from towline.local.access import open_run
+    from towline.local.run_directory import find_run
+
+    directory, settings = find_run(target)
+    async with open_run(directory, settings) as access:
+        answers = await ask(access.bus, settings.run.steps, sequences=sequences, stage=stage, wait_seconds=wait_seconds)
+    return [answer.as_dict() for answer in answers]
+
+
 async def _list(target: str, stage: str | None, last: int) -> tuple[list[dict[str, Any]], Counter[str]]:
-    from towline.bus.topology import DEAD
+    from towline.cli.requeueing import asked, group_of, letters, requeued
     from towline.local.access import open_run
     from towline.local.run_directory import find_run
 
     directory, settings = find_run(target)
     async with open_run(directory, settings) as access:
         bus = access.bus
-        subjects = None if stage is None else [bus.topology.dead(stage)]
-        rows: list[dict[str, Any]] = []
+        rows: deque[dict[str, Any]] = deque(maxlen=last)
         counts: Counter[str] = Counter()
-        async with contextlib.aclosing(bus.read(DEAD, subjects=subjects, follow=False)) as messages:
-            async for message in messages:
-                row = _row(message, bus.topology.relative)
-                counts[row["stage"]] += 1
-                rows = [*rows[1 - last :], row] if last > 1 else [row]
-    return rows, counts
+        async for letter in letters(bus, stage):
+            row = _row(letter, bus.topology.relative)
+            counts[row["stage"]] += 1
+            rows.append(row | {"requeue": "", "group": group_of(letter, bus.topology.relative)})
+        done, waiting = await requeued(bus), await asked(bus)
+    for row in rows:
+        row["requeue"] = "requeued" if row.pop("group") in done else "asked" if row["sequence"] in waiting else ""
+    return list(rows), counts
 
 
 async def _show(target: str, sequence: int) -> tuple[dict[str, Any], bytes]:

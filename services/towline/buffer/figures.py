@@ -47,6 +47,7 @@ def figures(state: State, lineage: Lineage, steps: int) -> dict[str, Any]:
         "staleness": staleness(state),
         "over_stale": over_stale(state),
         "requeue": len(state.requeue),
+        "requeued_on_request": len(state.requeued),
         "resampled": state.resampled,
         "mixed_version_share": state.mixed_samples / state.scored_samples if state.scored_samples else 0.0,
         **length_bias(state),

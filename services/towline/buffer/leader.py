@@ -30,6 +30,7 @@ from towline.buffer.prompting import load_run
 from towline.buffer.records import chunks
 from towline.buffer.regression import StreamWatch, check_control, mend
 from towline.buffer.replay import apply_outcome, read_control, read_outcomes, rebuild
+from towline.buffer.requests import Requests
 from towline.buffer.rules import Rules
 from towline.buffer.state import State
 from towline.buffer.view import Sources, Unit, View
@@ -87,6 +88,7 @@ class Leader:
         self._wake = asyncio.Event()
         self._poll = asyncio.Event()
         self._looked_at = 0.0
+        self.requests = Requests(bus, self._wake.set)
         self._snapshot_at = 0
         self._snapshot_due = False
         self._watch = StreamWatch(bus)
@@ -112,7 +114,8 @@ class Leader:
         self._say.info(
             "leading", writer=self._control.writer_id, control=self.state.control_sequence, outcome=self.state.outcome_sequence
         )
-        parts = [self._outcome_reader(), self._log_reader(), self._hint_reader(), *self._janitors()]
+        self.requests = Requests(self._bus, self._wake.set)
+        parts = [self._outcome_reader(), self._log_reader(), self._hint_reader(), self.requests.read(), *self._janitors()]
         readers = [asyncio.create_task(part, name="buffer-reader") for part in parts]
         try:
             while not draining.is_set():
@@ -145,6 +148,9 @@ class Leader:
         while units := decide(view):
             await self._append(units)
             view = self._at(time.time())
+        if view.goal is None and (asked := await self.requests.decide(self.state)) is not None:
+            await self._append([(asked,)])
+            self._wake.set()
         self._see_end(view)
         records = self.state.control_sequence - self._snapshot_at
         if records >= self._settings.buffer.snapshot_every_records or (self._snapshot_due and records > 1):

@@ -85,24 +85,35 @@ async def mend(bus: Bus, state: State) -> dict[str, int]:
     gate = asyncio.Semaphore(LOOKUPS_IN_FLIGHT)
     rescore: list[int] = []
 
-    async def look(group: Group, index: int, sample: Sample) -> None:
+    async def look(group: Group, index: int, sample: Sample | None) -> None:
         async with gate:
             message = await bus.last(TRAJECTORY, bus.topology.trajectory(group.number, index))
-        scored = sample.scored
+        scored = sample.scored if sample is not None else None
         if scored is not None:
             if message is None or (message.sequence, digest(message.data)) != (scored.sequence, scored.digest):
-                state.doom(group, sample, TRAJECTORY_LOST)
-                found["dropped"] += 1
+                lose(group, sample)
         elif message is None:
+            if group.number in state.offers:
+                return  # it may never have come
+            if group.is_external:
+                lose(group, sample)
+                return
             state.lost[group.number, index] = None
             found["reissued"] += 1
         elif message.sequence <= acknowledged:
             rescore.append(message.sequence)
 
+    def lose(group: Group, sample: Sample | None) -> None:
+        found["dropped"] += 1
+        if group.number in state.offers:
+            state.refused.setdefault(group.number, TRAJECTORY_LOST)
+        elif sample is not None:
+            state.doom(group, sample, TRAJECTORY_LOST)
+
     async with asyncio.TaskGroup() as tasks:
-        for group in state.groups.values():
+        for group in (*state.groups.values(), *state.offers.values()):
             for index, sample in enumerate(group.samples if group.batch is None else ()):
-                if sample is not None:
+                if sample is not None or group.is_external:
                     tasks.create_task(look(group, index, sample))
     if rescore:
         found["rescored"] = len(rescore)

@@ -67,6 +67,7 @@ class BufferService(Service):
                 "end_reason": end.reason if end is not None else None,
                 "state": self._named_state,
                 "fleet_slots": leader.fleet.slots,
+                "requests_refused": leader.requests.refused,
             }
         )
 

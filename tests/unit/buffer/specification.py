@@ -9,6 +9,7 @@ from towline.audit.ledger import Ledger
 from towline.audit.line import Line
 from towline.contract import control
 from towline.contract.entries import LogEntry
+from towline.contract.groups import EXTERNAL
 from towline.contract.outcome import Failure, Score, decode_outcome
 from towline.contract.task import TRAIN, Task
 from unit.buffer.world import World
@@ -32,10 +33,17 @@ class Specification:
                 self.tasks.setdefault((record.task.group, record.task.sample), []).append((sequence, record.task))
         self.scores: dict[Key, Score] = {}
         self.failures: dict[Key, list[Failure]] = {}
+        external_sizes: dict[int, int] = {}
         for data in world.outcomes[: world.applied_outcomes]:
             outcome = decode_outcome(data)
             key = (outcome.group, outcome.sample)
             if isinstance(outcome, Score):
+                if outcome.group < 0:  # the first score that can be one says how many samples the group has
+                    size = external_sizes.get(outcome.group)
+                    if not 0 <= outcome.sample < (outcome.group_size if size is None else size):
+                        continue
+                    if external_sizes.setdefault(outcome.group, outcome.group_size) != outcome.group_size:
+                        continue
                 self.scores.setdefault(key, outcome)
             elif key not in self.scores:
                 self.failures.setdefault(key, []).append(outcome)
@@ -72,15 +80,28 @@ class Specification:
         assert batch.epoch == max(self.line.heads)
         assert self.depth <= batch.for_depth < self.rules.steps
         assert len({row.group for row in batch.rows}) == self.rules.groups_per_batch
-        for row in batch.rows:
+        mode = {"mask_stale_tokens": "mask", "keep": "keep"}.get(self.rules.over_stale)
+        said: dict[int, int] = {}
+        if isinstance(batch.over_stale, control.OverStale):
+            assert (batch.over_stale.mode, batch.over_stale.max_staleness) == (mode, self.rules.max_staleness)
+            said = {item.row: item.tokens for item in batch.over_stale.rows}
+            assert 0 not in said.values()
+        left: dict[int, int] = {}
+        for place, row in enumerate(batch.rows):
             score = self.scores[row.group, row.sample]
             assert (row.sequence, row.digest, row.reward) == (
                 score.trajectory_sequence, score.trajectory_digest, score.reward,
             )  # fmt: skip
             judged = [self._judge(span.version) for span in score.version_spans]
             assert row.least_depth == min(depth for depth, _ in judged)
-            assert 0 <= batch.for_depth - row.least_depth <= self.rules.max_staleness
+            assert batch.for_depth - row.least_depth >= 0
             assert self.rules.keep_off_line or all(on_line for _, on_line in judged)
+            least = batch.for_depth - self.rules.max_staleness
+            over = sum(span.end - span.start for span in score.version_spans if self._judge(span.version)[0] < least)
+            assert said.pop(place, 0) == over
+            left[row.group] = left.get(row.group, 0) + score.policy_tokens - over
+        assert not said
+        assert self.rules.over_stale != "mask_stale_tokens" or all(left.values()), "a group with nothing left was batched"
 
     def _judge(self, version: int) -> tuple[int, bool]:
         line = self.line.ancestors(self.line.latest or 0)
@@ -91,20 +112,30 @@ class Specification:
         consumed = {(epoch, depth) for depth, epoch in enumerate(self.line.consumed())}
         waiting = [name for name in self.standing_groups().values() if name not in consumed]
         ahead = min(1 + self.rules.max_staleness, self.rules.steps - self.depth)
-        assert len(waiting) + len(self.open_groups(TRAIN)) <= ahead * self.rules.groups_per_batch
-        assert len(self.open_groups(TRAIN)) <= self.rules.max_open_groups
+        still_open = self.open_groups(TRAIN) + self.open_groups(EXTERNAL)
+        assert len(waiting) + len(still_open) <= ahead * self.rules.groups_per_batch
+        assert len(still_open) <= self.rules.max_open_groups
 
     def check_rest(self, now: float) -> None:
         """When there is nothing to decide: nobody waits for what won't come."""
-        open_train = self.open_groups(TRAIN)
-        complete = [number for number in open_train if all((number, i) in self.scores for i in range(self.rules.group_size))]
+        open_train = [*self.open_groups(TRAIN), *self.open_groups(EXTERNAL)]
+        sizes = {number: self.ledger.groups[number].size for number in open_train}
+        complete = [number for number in open_train if all((number, i) in self.scores for i in range(sizes[number]))]
+        assert set(self.open_groups(EXTERNAL)) <= set(complete), "an external group is admitted whole"
         batched = [batch.record.for_depth for batch in self.ledger.batches if not batch.void]
         next_depth = max(batched, default=-1) + 1
-        if self.line.heads and next_depth < self.rules.steps and self.depth < self.rules.steps:
+        tail = self.rules.tail_wait_seconds
+        waits_for_tail = any(
+            number not in complete
+            and self.tasks[number, 0][0][1].admitted_at + tail > now
+            and any((number, i) in self.scores for i in range(sizes[number]))
+            for number in open_train
+        )
+        if self.line.heads and next_depth < self.rules.steps and self.depth < self.rules.steps and not waits_for_tail:
             assert len(complete) < self.rules.groups_per_batch
         for number in [*open_train, *self.open_groups("eval")]:
             group = self.ledger.groups[number]
-            for sample in range(group.size):
+            for sample in range(group.size if number >= 0 else 0):
                 self._check_sample((number, sample), now, whole=number in complete)
 
     def _check_sample(self, key: Key, now: float, *, whole: bool) -> None:

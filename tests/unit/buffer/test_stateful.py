@@ -16,11 +16,13 @@ from towline.buffer.policies.freshest_first import freshest_first
 from towline.buffer.policies.stalest_first import stalest_first
 from towline.contract import control
 from towline.contract.codec import encode
+from towline.contract.groups import EXTERNAL
 from towline.contract.outcome import Failure, Score, decode_outcome
 from towline.contract.task import VersionSpan
 from unit.buffer.specification import Specification
 from unit.buffer.world import World, rules
 
+EXTERNALS = (-1, -2, -3)
 INDEXES = ("complete", "open_train", "failing", "doomed", "stranded", "surplus", "by_version", "eval_scores",
            "flat", "requeue")  # fmt: skip
 
@@ -30,15 +32,17 @@ class BufferMachine(RuleBasedStateMachine):
 
     @initialize(
         staleness=st.integers(0, 2), keep=st.booleans(), size=st.integers(1, 2), per_batch=st.integers(1, 2),
-        every=st.integers(0, 2), flat=st.booleans(), requeue=st.booleans(), rounds=st.sampled_from([0, 0, 2]),
+        every=st.integers(0, 2), flat=st.booleans(), over=st.sampled_from(["drop", "requeue", "mask_stale_tokens", "keep"]),
+        rounds=st.sampled_from([0, 0, 2]), outside=st.integers(0, 1), admit=st.sampled_from([True, True, True, False]),
         policy=st.sampled_from([stalest_first, fifo, freshest_first]), tail=st.sampled_from([0.0, 40.0]),
     )  # fmt: skip
-    def start(self, staleness: int, keep: bool, size: int, per_batch: int, every: int, flat: bool, requeue: bool, rounds: int,
-              policy: Any, tail: float) -> None:  # fmt: skip
+    def start(self, staleness: int, keep: bool, size: int, per_batch: int, every: int, flat: bool, over: str, rounds: int,
+              policy: Any, tail: float, outside: int, admit: bool) -> None:  # fmt: skip
         self.world = World(
             rules(max_staleness=staleness, keep_off_line=keep and staleness > 0, group_size=size, groups_per_batch=per_batch,
-                  steps=5, eval_every=every, eval_prompts=2, filter_equal_rewards=flat, over_stale="requeue" if requeue else "drop",
-                  max_resample_rounds=rounds, policy=policy, tail_wait_seconds=tail)
+                  steps=5, eval_every=every, eval_prompts=2, filter_equal_rewards=flat, over_stale=over,
+                  max_resample_rounds=rounds, policy=policy, tail_wait_seconds=tail, external_groups=outside,
+                  admit_external=admit)
         )  # fmt: skip
         self.world.append(control.WriterRecord(writer="", at=0.0))
         self.world.base()
@@ -58,7 +62,8 @@ class BufferMachine(RuleBasedStateMachine):
             for unit in units:
                 for record in unit:
                     self._append(record)
-            if any(isinstance(r, control.TaskRecord) and r.task.lane == "train" for unit in units for r in unit):
+            if any(isinstance(r, control.AdmitRecord) or (isinstance(r, control.TaskRecord) and r.task.lane == "train")
+                   for unit in units for r in unit):  # fmt: skip
                 Specification(self.world).check_pacing()
             if not units:
                 Specification(self.world).check_rest(self.world.now)
@@ -142,6 +147,23 @@ class BufferMachine(RuleBasedStateMachine):
         if read:
             self.world.read_outcomes()
 
+    @rule(
+        group=st.sampled_from(EXTERNALS), sample=st.integers(0, 2), size=st.sampled_from([2, 2, 2, 1, 3]), whole=st.booleans(),
+        old=st.booleans(), reward=st.sampled_from([0.0, 1.0, 1.0, float("inf")]), fails=st.sampled_from([False] * 7 + [True]),
+    )  # fmt: skip
+    def somebody_offers(
+        self, group: int, sample: int, size: int, whole: bool, old: bool, reward: float, fails: bool
+    ) -> None:  # fmt: skip
+        """Twice, in any order, by any version, of any size that the sender says; sometimes it can't be verified."""
+        line = self.world.lineage
+        version = line.versions()[-1] if not old else line.path()[-2:][0]
+        if fails:
+            self.world.failed(group, sample, "verify", final=True, lane=EXTERNAL, task_sequence=0)
+            return
+        for index in range(size) if whole else (sample,):
+            score = self.world.score(group, index, version, lane=EXTERNAL, group_size=size, task_sequence=0, reward=reward)
+            self.world.outcome(score)
+
     @precondition(lambda self: self._samples())
     @rule(
         data=st.data(), read=st.booleans(), delivery=st.integers(1, 2), final=st.booleans(),
@@ -156,6 +178,23 @@ class BufferMachine(RuleBasedStateMachine):
         self.world.outcomes.append(encode(failure))
         if read:
             self.world.read_outcomes()
+
+    @precondition(lambda self: self.world.view.goal is None and self._dropped())
+    @rule(data=st.data())
+    def somebody_asks_for_a_prompt_again(self, data: Any) -> None:
+        """As requests.py grants it: of a train group that was dropped and not requeued."""
+        number, task = data.draw(st.sampled_from(self._dropped()), label="group")
+        self._append(control.RequeueRecord(writer="", dead=number + 1, group=number, task=task))
+
+    def _dropped(self) -> list[tuple[int, Any]]:
+        tasks = {task.group: task for task in self.world.tasks() if task.lane == "train"}
+        state = self.world.state
+        return [
+            (record.group, tasks[record.group])
+            for record in self.world.records()
+            if isinstance(record, control.DropRecord) and record.group in tasks and record.requeue is not True
+            and record.group not in state.requeued
+        ]  # fmt: skip
 
     @rule()
     def outcomes_are_read(self) -> None:

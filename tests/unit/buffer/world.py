@@ -15,6 +15,7 @@ from towline.buffer.view import Sources, Unit, View
 from towline.contract.codec import digest, encode
 from towline.contract.control import BatchRecord, ControlRecord, DropRecord, Record, TaskRecord, decode_control
 from towline.contract.entries import BaseEntry, LogEntry, OpenEntry, QuarantineEntry, VersionEntry
+from towline.contract.groups import EXTERNAL
 from towline.contract.outcome import Failure, FailureStage, Outcome, Score, decode_outcome
 from towline.contract.task import SamplingParams, Task, VersionSpan
 from towline.environment.prompts import Shuffled
@@ -142,13 +143,22 @@ class World:
     def score(self, group: int, sample: int, version: int | None = None, *, reward: float = 1.0, **changes: Any) -> Score:
         version = self.lineage.latest if version is None else version
         spans = changes.pop("spans", (VersionSpan(2, 4, version, "start"),))
-        task_sequence = changes.pop("task_sequence", None) or self.task_sequence(group, sample)
+        task_sequence = changes.pop("task_sequence", None)
+        if task_sequence is None:
+            task_sequence = self.task_sequence(group, sample)
         name = f"{group}.{sample}".encode()
+        tokens = sum(span.end - span.start for span in spans)
         return Score(
-            run="world", lane=changes.pop("lane", "train"), group=group, sample=sample, group_size=2,
+            run="world", lane=changes.pop("lane", "train"), group=group, sample=sample, group_size=changes.pop("group_size", 2),
             task_sequence=task_sequence, trajectory_sequence=len(self.outcomes) + 1, trajectory_digest=digest(name),
-            reward=reward, verifier="v", policy_tokens=2, total_tokens=4, version_spans=spans, finish="stop", **changes,
+            reward=reward, verifier="v", policy_tokens=tokens, total_tokens=2 + tokens, version_spans=spans, finish="stop",
+            **changes,
         )  # fmt: skip
+
+    def offer(self, group: int, *samples: int, size: int = 2, version: int | None = None, **changes: Any) -> None:
+        """Scores of samples that somebody outside made; all of the group where none are named."""
+        for sample in samples or range(size):
+            self.outcome(self.score(group, sample, version, lane=EXTERNAL, group_size=size, task_sequence=0, **changes))
 
     def scored(self, *groups: int, version: int | None = None, reward: float = 1.0) -> None:
         """Every sample of these groups that lacks a score gets one."""
@@ -163,9 +173,10 @@ class World:
         self, group: int, sample: int, stage: FailureStage = "generate", *, final: bool = False, delivery: int = 1,
         task_sequence: int | None = None, lane: str = "train",
     ) -> None:  # fmt: skip
+        task_sequence = self.task_sequence(group, sample) if task_sequence is None else task_sequence
         self.outcome(
             Failure(run="world", lane=lane, group=group, sample=sample, delivery=delivery, stage=stage, final=final,
-                    task_sequence=task_sequence or self.task_sequence(group, sample), reason="r", replica="w")
+                    task_sequence=task_sequence, reason="r", replica="w")
         )  # fmt: skip
 
     def task_sequence(self, group: int, sample: int) -> int:
