@@ -26,8 +26,8 @@ from towline.runtime.run_end import run_has_ended
 from towline.store.log import Log
 from towline.store.objects import ObjectStore
 
-HAND_OVER_SECONDS = 3.0
-"""Kept of the drain's time for giving back what isn't finished."""
+HAND_OVER_SECONDS, LEAVE_SECONDS = 2.0, 1.0
+"""Kept of the drain's time for giving back what isn't finished, and then for leaving the registry."""
 _log = structlog.get_logger("towline.rollout_worker")
 
 
@@ -98,15 +98,15 @@ class Worker:
                 return "ended"
             self._intake.hand_over_unbegun()
             seconds = self._settings.service.drain_seconds
-            if not await self._intake.settled(max(seconds - HAND_OVER_SECONDS, 0.1)):
+            if not await self._intake.settled(max(seconds - HAND_OVER_SECONDS - LEAVE_SECONDS, 0.1)):
                 self._intake.interrupt_all("drained")
-                await self._intake.settled(0.8 * HAND_OVER_SECONDS)
+                await self._intake.settled(HAND_OVER_SECONDS)
             return "drained"
         finally:
             await _cancelled(*parts, *ends)
             await self._engine.stop()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.2 * HAND_OVER_SECONDS):
+                async with asyncio.timeout(LEAVE_SECONDS):
                     await self.replica.registry.leave()
 
     def report(self) -> dict[str, Any]:
