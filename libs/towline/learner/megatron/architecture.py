@@ -148,6 +148,7 @@ def transformer_config(architecture: Architecture, trainer: TrainerSettings) -> 
         pipeline_model_parallel_size=trainer.pp,
         sequence_parallel=trainer.sequence_parallel,
         variable_seq_lengths=trainer.pp > 1,
+        moe_token_dispatcher_type="alltoall",  # of no use to dense models; the default refuses variable lengths
         batch_p2p_sync=False,
         deallocate_pipeline_outputs=True,
         params_dtype=dtype,
