@@ -8,6 +8,7 @@ cache and hash each one there, and can cross from one tensor to the next. state 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pickle import UnpicklingError
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,6 +26,8 @@ _u = np.uint64
 BLOCKS = 512
 """32-element blocks of which the encoder gathers the positions at a time."""
 POSITIONS_ROOM = BLOCKS * 32 + 32
+_NO_CACHE = (RuntimeError, OSError, EOFError, UnpicklingError)
+"""No folder can be written ("no locator available"), the disk is full, or what lies in the cache was cut off by a crash."""
 AHEAD = 32
 """Entries that the decoder looks ahead."""
 
@@ -35,7 +38,7 @@ def compiled(signature: Any) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         try:
             return njit(signature, nogil=True, cache=True)(function)  # type: ignore[no-any-return]
-        except RuntimeError:  # "no locator available": neither __pycache__ nor the user's cache folder is writable
+        except _NO_CACHE:
             return njit(signature, nogil=True)(function)  # type: ignore[no-any-return]
 
     return decorate

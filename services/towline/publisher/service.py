@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from towline.bus.client import Bus
 from towline.config import Settings
+from towline.delta.codec import warm_up
 from towline.publisher.publishing import Publishing
 from towline.runtime.service import Service
 from towline.store.objects import ObjectStore
@@ -23,6 +25,7 @@ class PublisherService(Service):
         self._finished = False
 
     async def run(self) -> None:
+        await asyncio.to_thread(warm_up)
         if await self._publishing.run(self.draining) == "ended":
             self._finished = True
             self.log.info("run_ended")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from towline.bus.client import Bus
 from towline.config import Settings
+from towline.delta.codec import warm_up
 from towline.runtime.service import Service
 from towline.store.objects import ObjectStore
 from towline.trainer.figures import Figures
@@ -25,6 +27,7 @@ class TrainerService(Service):
         self._finished = False
 
     async def run(self) -> None:
+        await asyncio.to_thread(warm_up)
         await run_trainer(
             self.settings, self.bus, self.objects, replica=self.replica, figures=self._figures, draining=self.draining,
             tell=self._tell,

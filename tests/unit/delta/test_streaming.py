@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import tracemalloc
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from towline.delta import backend, codec, work
+from towline.delta import work
 from towline.delta.codec import apply, encode
 from towline.delta.state import ModelState, RawTensor, copy_state, layout_of, tensor_digests
 from unit.delta.states import applied, parts_of, random_state, same, step, tensor
@@ -139,49 +136,3 @@ def test_only_so_many_items_are_in_flight_and_an_error_stops_the_rest() -> None:
         list(work.in_order(failing, iter(range(1000)), 3))
     assert max(done) < 30
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("delta")]
-
-
-WITHOUT_NUMBA = """
-import sys
-sys.modules["numba"] = None
-import numpy as np
-from importlib import util
-find = util.find_spec
-from towline.delta import backend
-backend.find_spec = lambda name: None if name == "numba" else find(name)
-from towline.delta.codec import encode
-from unit.delta.states import random_state, step
-rng = np.random.default_rng(33)
-base = random_state(rng); new = step(rng, base)
-assert backend.backend().name == "numpy"
-sys.stdout.buffer.write(b"".join(part.data for part in encode(base, new)))
-"""
-
-
-def test_without_numba_the_same_bytes_come_from_numpy() -> None:
-    out = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, cwd=Path(__file__).parents[2], check=True)
-    rng = np.random.default_rng(33)
-    base = random_state(rng)
-    assert out.stdout == b"".join(parts_of(base, step(rng, base)))
-
-
-def test_warming_up_says_which_backend_is_used() -> None:
-    assert codec.warm_up() == ("numba" if backend.find_spec("numba") else "numpy")
-
-
-@pytest.mark.skipif(not backend.find_spec("numba"), reason="no numba")
-def test_kernels_compile_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    from towline.delta import kernels16
-
-    real, asked = kernels16.njit, []
-
-    def njit(*args: object, **options: object) -> object:
-        asked.append(options)
-        if options.get("cache"):
-            raise RuntimeError("cannot cache function: no locator available")
-        return real(*args, **options)
-
-    monkeypatch.setattr(kernels16, "njit", njit)
-    doubled = kernels16.compiled("int64(int64)")(lambda x: x * 2)
-    assert doubled(21) == 42
-    assert len(asked) == 2
