@@ -10,8 +10,8 @@ run both sides go at the pace of the slower one; what is under way never exceeds
 
 The buffer's items are groups. Each is trained once, so samples_per_insert is 1; a batch needs whole groups that are there, so
 min_diff is 0; a group must still be within the bound when its turn comes, so max_diff is what the next 1 + max_staleness batches
-take. A group that is dropped was never inserted. Reverb's SampleToInsertRatio with min_size_to_sample 0 and an error buffer of
-max_diff / 2 around max_diff / 2 is the same band.
+take. A group that is dropped was never inserted. In Reverb's words: RateLimiter(samples_per_insert=1, min_size_to_sample=1,
+min_diff=0, max_diff=max_diff).
 """
 
 from __future__ import annotations
