@@ -1,4 +1,4 @@
-"""`towline versions gc`: one pass of the garbage collector, or with --dry-run what it would do and why."""
+"""`towline versions gc`: a pass of the garbage collector; with --dry-run what it would do and why; with --every many."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import asyncio
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import structlog
 import typer
 
-from towline.errors import TowlineError, UsageError
+from towline.errors import TowlineError, UnavailableError, UsageError
 
 if TYPE_CHECKING:
     from towline.config import Settings
@@ -42,23 +43,81 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would happen and why; change nothing.")] = False,
     keep_anchors: Annotated[int, typer.Option(min=1, help="The line's newest anchors that stay.")] = 2,
     keep_checkpoints: Annotated[int, typer.Option(min=2, help="The line's newest checkpoints that stay.")] = 2,
+    every: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1, metavar="SECONDS", help="A pass each so many seconds, one line each, until the run ends or SIGTERM."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Give up what nobody needs, and delete what was given up a grace ago.
 
     What stays, and why the rest may go: docs/design/011-retention.md.
     """
-    from towline.local.access import open_objects
     from towline.local.run_directory import find_run
+
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+    directory, settings = find_run(target)
+    asked = seconds(grace)
+    if every is None:
+        found, summary, _ = _pass(directory, settings, asked, keep_anchors, keep_checkpoints, dry_run)
+        _tell(found, summary, as_json)
+        return
+    if dry_run:
+        raise UsageError("--dry-run makes one pass: leave --every out", code="gc_options")
+    _follow(every, lambda: _pass(directory, settings, asked, keep_anchors, keep_checkpoints, False), as_json)
+
+
+def _follow(every: float, one_pass: Callable[[], tuple[Plan, dict[str, Any], bool]], as_json: bool) -> None:
+    """Passes until one finds that the run has ended, or SIGTERM or SIGINT, which let the pass that is under way end. A store or
+    a bus that doesn't answer is told and asked again at the next pass; what only a person can mend ends it."""
+    stop = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        while not stop.is_set():
+            ended = False
+            try:
+                found, summary, ended = one_pass()
+                summary |= {"waiting": len(found.of("wait")) + summary["condemned"], "run_ended": ended}
+            except UnavailableError as error:
+                summary = {"failed": error.code, "reason": error.message}
+            line = json.dumps({"at": time.time(), **summary}) if as_json else _line(summary)
+            print(line, flush=True)
+            if ended:
+                return
+            stop.wait(every)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _line(summary: Mapping[str, Any]) -> str:
+    from towline.local.progress import size
+
+    clock = time.strftime("%H:%M:%S")
+    if "failed" in summary:
+        return f"{clock}  {summary['failed']}: {summary['reason']}; tried again at the next pass"
+    text = f"{clock}  deleted {summary['deleted']} ({size(summary['freed_bytes'])}), condemned {summary['condemned']}, "
+    text += (
+        f"lifted {summary['lifted']}, waiting {summary['waiting']}; registry {summary['registry']}, holds {len(summary['holds'])}"
+    )
+    text += f"; LOST {', '.join(summary['lost'])}" if summary["lost"] else ""
+    return text + ("; the run has ended" if summary["run_ended"] else "")
+
+
+def _pass(
+    directory: RunDirectory, settings: Settings, grace: float, anchors: int, checkpoints: int, dry_run: bool
+) -> tuple[Plan, dict[str, Any], bool]:
+    """(the plan, what was done, whether the run has ended) of one pass."""
+    from towline.local.access import open_objects
     from towline.store.collect import collect, survey
     from towline.store.log import Log
     from towline.store.retention import Rules
 
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
-    directory, settings = find_run(target)
-    readers, longest = _replicas(directory, settings)
-    chosen = max(seconds(grace), PREPARES_IN_A_GRACE * longest)
-    rules = Rules(grace_seconds=chosen, anchors=keep_anchors, checkpoints=keep_checkpoints)
+    readers, longest, ended = _replicas(directory, settings)
+    chosen = max(grace, PREPARES_IN_A_GRACE * longest)
+    rules = Rules(grace_seconds=chosen, anchors=anchors, checkpoints=checkpoints)
     with open_objects(directory, settings) as objects:
         log = Log(objects, settings.run.name)
         log.refresh()
@@ -80,7 +139,7 @@ def gc(
         "holds": [hold.reader for hold in readers or ()],
         "lost": {str(version): why for version, why in found.lost.items()},
     }
-    _tell(found, summary, as_json)
+    return found, summary, ended
 
 
 def seconds(text: str) -> float:
@@ -121,26 +180,29 @@ def held(objects: ObjectStore, log: Log, version: int, name: str | None = None) 
         release_hold(objects, log.run, reader)
 
 
-def _replicas(directory: RunDirectory, settings: Settings) -> tuple[tuple[Hold, ...] | None, float]:
-    """(what the registered replicas hold, the longest prepare that they have acknowledged); (None, 0) without a bus."""
+def _replicas(directory: RunDirectory, settings: Settings) -> tuple[tuple[Hold, ...] | None, float, bool]:
+    """(what the registered replicas hold, the longest prepare that they have acknowledged, whether the run has ended);
+    (None, 0, False) without a bus."""
     from towline.bus.topology import ACKS, REPLICAS
     from towline.contract.policy import decode_ack, decode_replica
     from towline.local.access import open_run
+    from towline.runtime.run_end import run_has_ended
     from towline.store.claims import Hold
 
-    async def ask() -> tuple[tuple[Hold, ...], float]:
+    async def ask() -> tuple[tuple[Hold, ...], float, bool]:
         async with open_run(directory, settings) as access:
             entries = [decode_replica(data) for data in (await access.bus.kv(REPLICAS).items()).values()]
             acks = [decode_ack(data) for data in (await access.bus.kv(ACKS).items()).values()]
+            ended = await run_has_ended(access.bus, settings.run.steps)
         until = time.time() + REPLICA_HOLD_SECONDS
         found = [Hold(reader=f"replica-{e.replica}", version=e.version, until=until) for e in entries if e.version is not None]
-        return tuple(found), max((ack.prepare_seconds for ack in acks), default=0.0)
+        return tuple(found), max((ack.prepare_seconds for ack in acks), default=0.0), ended
 
     try:
         return asyncio.run(ask())
     except TowlineError as error:
         print(f"the registry can't be read ({error.code}): replicas are protected by the grace alone", file=sys.stderr)
-        return None, 0.0
+        return None, 0.0, False
 
 
 def _tell(plan: Plan, summary: dict[str, Any], as_json: bool) -> None:

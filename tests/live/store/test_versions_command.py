@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import structlog
@@ -14,12 +18,14 @@ from typer.testing import CliRunner
 
 from towline.bus.client import Bus
 from towline.bus.topology import ACKS, REPLICAS
+from towline.cli import collecting
 from towline.cli.main import app
 from towline.config import BusSettings, StoreSettings
 from towline.contract.codec import encode
+from towline.contract.control import EndRecord
 from towline.contract.policy import Ack, ReplicaInfo
 from towline.delta.files import load_folder
-from towline.errors import ConflictError, CorruptError, MissingError, TowlineError, UsageError
+from towline.errors import ConflictError, CorruptError, MissingError, TowlineError, UnavailableError, UsageError
 from towline.store.anchors import record_anchor, upload_anchor
 from towline.store.keys import new_write_id
 from towline.store.log import Log
@@ -195,12 +201,75 @@ async def test_registered_replicas_hold_their_versions_and_their_prepares_length
     assert "held by replica-w1" in kept[3]
 
 
+def _following(toml: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "towline.cli.main", "versions", "gc", toml, "--every", "0.2", "--grace", "0s", "--json"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def _passes(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        yield json.loads(line)
+
+
+async def test_gc_by_itself_collects_until_the_run_has_ended(toml: str, run: Run, bus_settings: BusSettings) -> None:
+    bus = await Bus.connect(bus_settings, run=run.log.run, client_name="test")
+    try:
+        await bus.ensure()
+        await asyncio.to_thread(_add_bus, Path(toml), bus_settings)
+        process = _following(toml)
+        try:
+            passes = _passes(process)
+            first = await asyncio.to_thread(next, passes)
+            second = await asyncio.to_thread(next, passes)
+            assert (first["condemned"], first["deleted"], second["condemned"], second["deleted"]) == (2, 0, 0, 2)
+            assert (first["registry"], first["waiting"], second["lost"], second["run_ended"]) == ("read", 2, {}, False)
+            end = EndRecord(writer="b/1", reason="end_of_data", depth=7)
+            await bus.publish(bus.topology.control("end"), encode(end))
+            last = (await asyncio.to_thread(list, passes))[-1]
+            assert last["run_ended"]
+            assert await asyncio.to_thread(process.wait, 60) == 0
+        finally:
+            process.kill()
+            process.wait()
+    finally:
+        await bus.close()
+
+
+def test_gc_by_itself_ends_on_sigterm_and_outlives_a_store_that_is_away(
+    file_store_settings: StoreSettings, run_name: str, tmp_path: Path
+) -> None:
+    run = begun(open_store(file_store_settings), run_name)
+    run.commit()
+    process = _following(str(settings_file(tmp_path, run_name, file_store_settings)))
+    try:
+        passes = _passes(process)
+        assert next(passes)["registry"] == "unreachable"
+        process.terminate()
+        list(passes)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+    told: list[str] = []
+
+    def away() -> NoReturn:
+        told.append("asked")
+        if len(told) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise UnavailableError("the store is away", code="store_unavailable")
+
+    collecting._follow(0.01, away, True)
+    assert len(told) == 3
+
+
 def test_refusals_are_one_line(toml: str) -> None:
     for arguments in (
         ["show", toml, "99"],
         ["pin", toml, "99"],
         ["export", toml, "a..b", "-o", "/nowhere/x"],
         ["gc", toml, "--grace", "soon"],
+        ["gc", toml, "--every", "5", "--dry-run"],
     ):
         with pytest.raises(TowlineError) as caught:
             towline(*arguments)
