@@ -42,6 +42,18 @@ class Environment:
         return Step(done=True)
 
 
+class Slow:
+    """One turn that takes its time."""
+
+    def reset(self, task: Task) -> list[int]:
+        tokens: list[int] = task.prompt_tokens.tolist()
+        return tokens
+
+    async def step(self, tokens: list[int], finish: Literal["stop", "length"]) -> Step:
+        await asyncio.sleep(SLOW_SECONDS)
+        return Step(done=True)
+
+
 def reward(sample: Sample) -> Reward:
     """As the demo's, but for groups that it can't judge."""
     if is_unjudged(sample.group) and sample.sample == 0 and "held-out" not in sample.prompt_ref.source:

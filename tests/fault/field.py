@@ -138,6 +138,7 @@ class Field:
         self._log: Log | None = None
         self._marks = folder
         self._starts = 0
+        self._held: set[str] = set()
 
     # a run's life
 
@@ -161,13 +162,14 @@ class Field:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
 
-    def serve(self, service: str) -> None:
-        """Start a service, and again whenever it ends before its time."""
-        argv = [f"towline.{service}", "--config", str(self.directory.settings_path), "--replica", "0"]
+    def serve(self, name: str) -> None:
+        """Start a service (`SERVICE`, or `SERVICE.REPLICA` for one more), and again whenever it ends before its time."""
+        service, _, replica = name.partition(".")
+        argv = [f"towline.{service}", "--config", str(self.directory.settings_path), "--replica", replica or "0"]
         self._starts += 1
         self._zygote.start(
-            f"{self._folder}/{service}/{self._starts}", argv, self.directory.log_path(service),
-            {VARIABLE: f"<{self.faults_path}", "OMP_NUM_THREADS": "1"}, lambda answer: self._told(service, answer),
+            f"{self._folder}/{name}/{self._starts}", argv, self.directory.log_path(name),
+            {VARIABLE: f"<{self.faults_path}", "OMP_NUM_THREADS": "1"}, lambda answer: self._told(name, answer),
         )  # fmt: skip
 
     def _configure(self) -> None:
@@ -218,7 +220,7 @@ class Field:
         while not self._stopping:
             time.sleep(POLL_SECONDS)
             for server in self._servers.values():
-                if server.pid is None and not self._stopping:
+                if server.pid is None and not self._stopping and server.name not in self._held:
                     with contextlib.suppress(UnavailableError):  # tried again at once
                         server.start()
 
@@ -301,6 +303,16 @@ class Field:
             if name in SERVERS:
                 self.kills[name] += 1
 
+    @contextlib.contextmanager
+    def without(self, server: str) -> Iterator[None]:
+        """The server is killed, and starts again at the end."""
+        self._held.add(server)
+        self._servers[server].kill()
+        try:
+            yield
+        finally:
+            self._held.discard(server)
+
     def die_at(self, points: Sequence[str]) -> None:
         """Whoever reaches one of these from now on dies there, once; nobody at those of an earlier call."""
         self._marks = self._folder / f"marks-{len(list(self._folder.glob('marks-*')))}"
@@ -326,9 +338,13 @@ class Field:
         assert report.staleness_max <= self.settings.buffer.max_staleness
         return report
 
+    def is_done(self) -> bool:
+        """Whether every service that ends by itself has."""
+        return self.done >= set(SERVICES) - {LASTING}
+
     def assert_ended_well(self) -> AuditReport:
         """Waits for the run's end: nothing lost, counted twice, too stale, or open; every batch whole."""
-        self.until(lambda: self.done >= set(SERVICES) - {LASTING}, "the run never ended")
+        self.until(self.is_done, "the run never ended")
         report = self.audited()
         counts = report.counts
         assert report.finished, report.as_dict()
