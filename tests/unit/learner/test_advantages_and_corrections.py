@@ -91,6 +91,20 @@ def test_entropy_is_that_of_the_distribution() -> None:
     np.testing.assert_allclose(entropy(torch.log_softmax(logits, -1)).numpy(), wanted, rtol=1e-9)
 
 
+def test_the_gradient_of_entropy_is_its_formula() -> None:
+    """dH/dz_j = -p_j (log p_j + H), with p = softmax(z)."""
+    logits = torch.tensor([[0.3, -1.0, 2.0, 0.1], [1.0, 1.5, -2.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    entropy(torch.log_softmax(logits, -1)).sum().backward()
+    wanted = []
+    for row in logits.tolist():
+        total = sum(math.exp(z) for z in row)
+        shares = [math.exp(z) / total for z in row]
+        whole = -sum(p * math.log(p) for p in shares)
+        wanted.append([-p * (math.log(p) + whole) for p in shares])
+    assert logits.grad is not None
+    np.testing.assert_allclose(logits.grad.numpy(), wanted, rtol=1e-9)
+
+
 @pytest.mark.parametrize(
     ("depth", "wanted"),
     [(1, 5e-4 * 0.1 * (1 - 0.8 * 0.01)), (10, 5e-4 * (1 - 0.8 * 0.1)), (50, 5e-4 * 0.6), (100, 1e-4), (150, 1e-4)],

@@ -165,6 +165,30 @@ def test_clipped_tokens_are_those_without_a_gradient(name: str) -> None:
     assert torch.equal(leaf.grad == 0, clipped)
 
 
+BOUNDS = [
+    ("grpo", {}, 0.2, 0.28), ("dr_grpo", {"max_tokens": 7}, 0.2, 0.2), ("ppo_clip", {"clip": 0.3}, 0.3, 0.3),
+    ("decoupled_ppo", {}, 0.2, 0.2), ("cispo", {"clip_low": 0.3, "clip_high": 0.5}, 0.3, 0.5),
+    ("gspo", {"clip_low": 0.25, "clip_high": 0.3}, 0.25, 0.3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "arguments", "low", "high"), BOUNDS, ids=[case[0] for case in BOUNDS])
+@pytest.mark.parametrize("seed", range(3))
+def test_low_and_high_are_told_apart(name: str, arguments: dict[str, Any], low: float, high: float, seed: int) -> None:
+    """Below 1 - low where the advantage pushes the ratio down, above 1 + high where it pushes it up; CISPO's on either side."""
+    new, old, _, advantages = draw(seed)
+    below, above = [], []
+    for n, o, a in zip(new, old, advantages, strict=True):
+        ratios = [math.exp(x - y) for x, y in zip(n, o, strict=True)]
+        if name == "gspo":
+            ratios = [math.prod(ratios) ** (1 / len(ratios))] * len(ratios)
+        below += [r < 1 - low and (a < 0 or name == "cispo") for r in ratios]
+        above += [r > 1 + high and (a > 0 or name == "cispo") for r in ratios]
+    _, _, terms = loss_of(name, arguments, seed)
+    assert terms.clipped_low.tolist() == below
+    assert terms.clipped_high.tolist() == above
+
+
 def test_a_huge_ratio_keeps_the_gradient_finite() -> None:
     loss = build("trainer.loss", LOSSES, "grpo", {})
     leaf = torch.tensor([0.0], requires_grad=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,58 @@ def test_the_mismatch_figures_are_those_of_the_weights_that_sampled(model_folder
     assert report.mismatch_kl == pytest.approx((weights - 1 - difference).mean(), rel=1e-4)
     assert report.effective_sample_share == pytest.approx(weights.sum() ** 2 / (weights.size * (weights**2).sum()), rel=1e-4)
     assert report.clip_low + report.clip_high > 0
+
+
+@pytest.mark.parametrize("correction", ["tis", "icepop", "mask", "sequence_mask"])
+def test_a_corrected_step_weighs_the_samples_and_no_gradient_flows_through_the_weight(
+    model_folder: Path, correction: str
+) -> None:
+    """At a batch's first step pi is pi_prox: the ratio is 1, and the gradient that of -mean(w A log pi) with w held fixed."""
+    batch = make_batch(14)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    terms, values = [], []
+    for row in range(batch.rows):
+        start, end = int(batch.starts[row]), int(batch.starts[row + 1])
+        behaviour = torch.from_numpy(batch.logprobs[start:end][batch.loss_mask[start:end] == 1])
+        logprobs = row_logprobs(model, batch, row)
+        ratios = (logprobs.detach() - behaviour).exp()
+        mean = float((logprobs.detach() - behaviour).mean().exp())
+        weights = {
+            "tis": ratios.clamp(max=2.0),
+            "icepop": ratios * ((ratios >= 0.5) & (ratios <= 5.0)),
+            "mask": ((ratios >= 0.5) & (ratios <= 5.0)).float(),
+            "sequence_mask": torch.full_like(ratios, float(0.5 <= mean <= 2.0)),
+        }[correction]
+        terms.append(-weights * float(batch.advantages[row]) * logprobs)
+        values.append(-weights * float(batch.advantages[row]))
+    torch.cat(terms).mean().backward()
+    report = TorchLearner(model_folder, settings_for(model_folder, correction=correction), 0).train(batch)
+    assert report.loss == pytest.approx(float(torch.cat(values).mean()), rel=1e-4, abs=1e-6)
+    norm = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).norm()
+    assert report.gradient_norm == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_figures_by_staleness_and_clip_shares_are_those_of_the_rows(model_folder: Path) -> None:
+    batch = dataclasses.replace(make_batch(15), staleness=np.arange(12, dtype=np.int32) % 3)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    ratios: dict[int, list[float]] = {0: [], 1: [], 2: []}
+    low = high = 0
+    for row in range(batch.rows):
+        start, end = int(batch.starts[row]), int(batch.starts[row + 1])
+        behaviour = batch.logprobs[start:end][batch.loss_mask[start:end] == 1]
+        with torch.no_grad():
+            found = np.exp(row_logprobs(model, batch, row).double().numpy() - behaviour)
+        ratios[row % 3] += found.tolist()
+        low += int(((found < 0.8) & (batch.advantages[row] < 0)).sum())
+        high += int(((found > 1.28) & (batch.advantages[row] > 0)).sum())
+    report = TorchLearner(model_folder, settings_for(model_folder), 0).train(batch)
+    assert report.ratio_by_staleness == pytest.approx({key: np.mean(each) for key, each in ratios.items()}, rel=1e-4)
+    kls = {key: np.mean(np.array(each) - 1 - np.log(each)) for key, each in ratios.items()}
+    assert report.mismatch_kl_by_staleness == pytest.approx(kls, rel=1e-3)
+    tokens = sum(len(each) for each in ratios.values())
+    assert (report.clip_low, report.clip_high) == pytest.approx((low / tokens, high / tokens))
+    assert low
+    assert high
 
 
 def test_a_restored_learner_goes_on_bit_for_bit(model_folder: Path) -> None:
