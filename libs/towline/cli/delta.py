@@ -183,7 +183,8 @@ def _naming(path: Path) -> Iterator[None]:
 
 def _write_parts(encoding: codec.Encoding, folder: Path) -> None:
     for part in encoding:
-        (folder / part.name).write_bytes(part.data)
+        with files.replacing(folder / part.name) as file:
+            file.write(part.data)
 
 
 def _copy_other_files(source: Path, folder: Path) -> None:
@@ -206,9 +207,10 @@ def _replacing_folder(path: Path) -> Iterator[Path]:
     _refuse_existing(path)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.absolute().parent))
     try:
-        os.chmod(temporary, 0o755)
-        yield temporary
-        os.rename(temporary, path)
+        with files.telling_of_room(path):
+            os.chmod(temporary, 0o755)
+            yield temporary
+            os.rename(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -8,6 +8,7 @@ memory when it is touched. Every write goes to a temporary file first and is ren
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import mmap
 import os
@@ -19,7 +20,7 @@ import numpy as np
 
 from towline.delta.numbers import Bytes
 from towline.delta.state import DTYPE_BYTES, ModelState, RawTensor, TensorSpec
-from towline.errors import CorruptError, MissingError, UsageError
+from towline.errors import CorruptError, FullError, MissingError, UsageError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -108,16 +109,29 @@ def write_safetensors(state: Mapping[str, RawTensor], path: str | Path, metadata
 
 
 @contextlib.contextmanager
+def telling_of_room(path: str | Path) -> Iterator[None]:
+    """A full disk, a used-up quota or a limit on file sizes while the block writes `path` is a `FullError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        why = os.strerror(error.errno).lower()
+        raise FullError(f"there is no room to write {path} ({why}): free some, or write elsewhere", code="disk_full") from error
+
+
+@contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[BinaryIO]:
     """A file to write that takes `path`'s place when the block ends well, and leaves nothing behind when it doesn't."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with telling_of_room(path):
+            with open(temporary, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

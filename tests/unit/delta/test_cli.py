@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -111,3 +114,56 @@ def test_refusals_name_the_tensor_and_leave_nothing(tmp_path: Path, models: list
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     part.rename(delta / "part-00001.safetensors")
     refused(CorruptError, "lacks part-00000", "apply", a, delta, "-o", out)
+
+
+def python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command's own entry point in a process of its own, after `code`."""
+    start = f"import os, resource, signal, sys\n{code}\nfrom towline.cli.main import main\nmain()"
+    command = [sys.executable, "-c", start, "delta", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, models: list[ModelState]) -> None:
+    a, b, delta = tmp_path / "a.safetensors", tmp_path / "b", tmp_path / "d"
+    call("diff", a, b, "-o", delta)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    # A limit on file sizes fails a write as a full disk does, with another number.
+    full = "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))"
+    for arguments in (
+        ("apply", a, delta, "-o", tmp_path / "file.safetensors"),
+        ("diff", a, b, "-o", tmp_path / "d2"),
+        ("fold", delta, "-o", tmp_path / "d2"),
+    ):
+        done = python(full, *arguments)
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+        assert done.stderr.startswith("disk_full: there is no room to write ")
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("command", ["apply-file", "apply-folder", "diff"])
+def test_a_command_killed_before_its_end_leaves_no_output_and_runs_again(
+    tmp_path: Path, models: list[ModelState], command: str
+) -> None:
+    a, b, c = tmp_path / "a.safetensors", tmp_path / "b", tmp_path / "c.safetensors"
+    call("diff", a, b, "-o", tmp_path / "d1")
+    call("diff", b, c, "-o", tmp_path / "d2")
+    out = tmp_path / "out"
+    arguments = {
+        "apply-file": ("apply", a, tmp_path / "d1", "-o", out),
+        "apply-folder": ("apply", b, tmp_path / "d2", "-o", out),
+        "diff": ("diff", a, b, "-o", out),
+    }[command]
+    # Killed when everything is written and nothing is renamed yet, and when only parts of a folder are.
+    for victim in ("replace", "rename"):
+        done = python(f"os.{victim} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)", *arguments)
+        if (command, victim) == ("apply-file", "rename"):
+            assert done.returncode == 0  # a file takes its place by os.replace alone
+            out.unlink()
+            continue
+        assert done.returncode == -signal.SIGKILL
+        assert not out.exists()
+    call(*arguments)
+    if command == "diff":
+        call("apply", a, out, "-o", tmp_path / "again.safetensors")
+        out = tmp_path / "again.safetensors"
+    assert same(load_model(out), models[2 if command == "apply-folder" else 1])
