@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Iterable
 
@@ -36,6 +37,7 @@ class Intake:
         self._runners: set[asyncio.Task[None]] = set()
         self._freed = asyncio.Event()
         self._closing = False
+        self._quiet = asyncio.Event()
         self._broken: BaseException | None = None
         self._eval: tuple[int, Consumer] | None = None
 
@@ -68,6 +70,12 @@ class Intake:
         self._freed.set()
         self._bench.change.notify()
 
+    async def quiet(self, seconds: float) -> None:
+        """Until no pull is open, after `close`: what is given back before would come here again, and be lost with it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._quiet.wait()
+
     async def settled(self, seconds: float) -> bool:
         """Whether every attempt ended within that time."""
         if self._runners:
@@ -87,6 +95,7 @@ class Intake:
                 except UnavailableError as error:
                     _log.warning("pull_waits", reason=error.message)
                     await asyncio.sleep(_RETRY_SECONDS)
+            self._quiet.set()
             await asyncio.Event().wait()  # the heartbeat goes on until the service ends
         finally:
             heartbeat.cancel()

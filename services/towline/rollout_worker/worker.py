@@ -96,6 +96,7 @@ class Worker:
                 self._intake.interrupt_all("ended")
                 await self._intake.settled(HAND_OVER_SECONDS)
                 return "ended"
+            await self._intake.quiet(HAND_OVER_SECONDS)
             self._intake.hand_over_unbegun()
             seconds = self._settings.service.drain_seconds
             if not await self._intake.settled(max(seconds - HAND_OVER_SECONDS - LEAVE_SECONDS, 0.1)):
