@@ -399,4 +399,6 @@ def _fault(item: Any) -> str:
         return f"{where}: unknown key; remove it or correct its spelling"
     if item["type"] == "missing":
         return f"{where}: missing; it has no default"
+    if item["type"] == "string_pattern_mismatch":  # ImportPath is the only pattern
+        return f"{where}: write an import path as module:name, like my_task:reward"
     return f"{where}: {item['msg'].removeprefix('Value error, ')}"

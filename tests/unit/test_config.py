@@ -39,7 +39,7 @@ def write(folder: Path, text: str) -> Path:
         (GOOD + "[buffer]\ngroup_size = 1001\n", r"buffer\.group_size: .*1000"),
         (GOOD + "[buffer]\nmax_staleness = 'x'\n", r"buffer\.max_staleness: .*integer"),
         (GOOD.replace('source = "model"', ""), "give either source or factory"),
-        (GOOD.replace('"mine:reward"', '"mine.reward"'), r"reward\.function: .*pattern"),
+        (GOOD.replace('"mine:reward"', '"mine.reward"'), r"reward\.function: .*module:name"),
         (GOOD + "[[", "run.toml: "),
         ("run = 3\n", r"run"),
     ],

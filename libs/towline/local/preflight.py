@@ -75,8 +75,10 @@ def check(settings: Settings, directory: RunDirectory, *, model: bool) -> Prefli
 
 
 def _check_imports(settings: Settings) -> None:
+    from towline.learner.names import check_names
     from towline.verifiers.base import load_verifier
 
+    check_names(settings)
     load_verifier(settings.reward.function, settings.reward.arguments)
     paths = {
         "prompts.source": settings.prompts.source,

@@ -26,6 +26,8 @@ class Figures:
     mismatch_kl: float = 0.0
     logprob_abs_diff: float = 0.0
     effective_sample_share: float = 0.0
+    mismatch_kl_by_staleness: dict[int, float] = field(default_factory=dict)
+    ratio_by_staleness: dict[int, float] = field(default_factory=dict)
     batches: int = 0
     tokens: int = 0
     skipped_steps: int = 0
@@ -37,6 +39,8 @@ class Figures:
     idle_seconds: float = 0.0
     """Waiting for a batch or, in sync mode, for a commit."""
     train_seconds: float = 0.0
+    snapshot_seconds: float = 0.0
+    """Training stood still to take copies of what is published, and of the checkpoints."""
     encode_seconds: float = 0.0
     upload_seconds: float = 0.0
     commit_seconds: float = 0.0
@@ -55,6 +59,8 @@ class Figures:
         self.clip_low, self.clip_high = report.clip_low, report.clip_high
         self.mismatch_kl, self.logprob_abs_diff = report.mismatch_kl, report.logprob_abs_diff
         self.effective_sample_share = report.effective_sample_share
+        self.mismatch_kl_by_staleness = dict(report.mismatch_kl_by_staleness)
+        self.ratio_by_staleness = dict(report.ratio_by_staleness)
         self.batches += 1
         self.tokens += report.tokens
         self.skipped_steps += report.skipped_steps
