@@ -116,6 +116,14 @@ class Connection:
             raise UnavailableError("the bus client was closed", code="bus_closed")
         return int(self._client.max_payload)
 
+    @property
+    def server_version(self) -> str:
+        """The nats-server's, as it says."""
+        if self._client is None:
+            raise UnavailableError("the bus client was closed", code="bus_closed")
+        found = self._client.connected_server_version
+        return f"{found.major}.{found.minor}.{found.patch}"
+
     async def wait_connected(self, seconds: float) -> None:
         """`Unsettled` after `seconds` without a connection."""
         if not self._connected.is_set():
