@@ -23,6 +23,8 @@ TIMEOUT_SECONDS = 120.0
 START_SECONDS = 300.0
 """How long the ranks have to find each other: imports take half a minute where cores are few."""
 MAX_BYTES = 1 << 40
+RANK_LOST = "rank_lost"
+"""Code of the `UnavailableError` that no repeat helps against: start all ranks again."""
 
 
 class World:
@@ -33,6 +35,8 @@ class World:
         self.size = size
         self.members = tuple(members)
         """The global rank of each of this world's ranks."""
+        self.agreed: TowlineError | None = None
+        """The last error that `agree` raised here: all ranks met it, at the same call."""
         self._group = group
 
     def channel(self) -> World:
@@ -90,7 +94,8 @@ class World:
         own = b"" if error is None else msgspec.json.encode((type(error).__name__, error.code, error.message))
         for rank, answer in enumerate(self.all_gather(own)):
             if answer:
-                raise error if error is not None and rank == self.rank else _error(rank, answer)
+                self.agreed = error if error is not None and rank == self.rank else _error(rank, answer)
+                raise self.agreed
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -129,7 +134,7 @@ class World:
             call(dist)
         except RuntimeError as error:
             line = (str(error).splitlines() or [""])[0]
-            raise UnavailableError(f"rank {self.rank}: another rank is gone or hangs: {line}", code="rank_lost") from error
+            raise UnavailableError(f"rank {self.rank}: another rank is gone or hangs: {line}", code=RANK_LOST) from error
 
     def _new_group(self, members: list[int]) -> Any:
         if len(members) == 1:
@@ -165,7 +170,7 @@ def join_world(device: str) -> World:
         dist.init_process_group(backend, timeout=timedelta(seconds=START_SECONDS))
     except (RuntimeError, ValueError) as error:
         line = (str(error).splitlines() or [""])[0]
-        raise UnavailableError(f"rank {rank} of {size}: the ranks don't find each other: {line}", code="rank_lost") from error
+        raise UnavailableError(f"rank {rank} of {size}: the ranks don't find each other: {line}", code=RANK_LOST) from error
     members = list(range(size))
     return World(rank, size, dist.new_group(members, backend="gloo", timeout=timedelta(seconds=TIMEOUT_SECONDS)), members)
 

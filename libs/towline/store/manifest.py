@@ -49,6 +49,10 @@ class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     digest: str
 
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.name, self.dtype, self.shape)
+
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A version that may be committed."""
@@ -90,7 +94,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(encode_manifest(self)).hexdigest()
 
     def layout(self) -> list[TensorSpec]:
-        return [TensorSpec(t.name, t.dtype, t.shape) for t in self.tensors]
+        return [t.spec for t in self.tensors]
 
     def digests(self) -> dict[str, str]:
         """Tensor name -> digest."""

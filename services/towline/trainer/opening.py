@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import structlog
@@ -18,14 +17,14 @@ import structlog
 from towline import faults
 from towline.config import Settings, import_object
 from towline.contract.entries import BaseEntry, LogEntry, OpenEntry, Probe, VersionEntry
-from towline.delta.state import ModelState, layout_digest, layout_of, model_digest, tensor_digests
+from towline.delta.state import layout_digest, model_digest
 from towline.errors import CorruptError, InvariantError, MissingError, UsageError
-from towline.learner.base import Learner
-from towline.learner.registry import BACKENDS, look_up
 from towline.store import checkpoints, versions
 from towline.store.keys import new_write_id
 from towline.store.log import Log
+from towline.store.manifest import TensorRecord
 from towline.store.objects import ObjectStore
+from towline.trainer.crew import Crew
 
 PROBE_TOKENS = 32
 
@@ -34,12 +33,10 @@ log_line = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """An epoch that this process opened, and the learner in exactly the state of its base."""
+    """An epoch that this process opened; the crew's learner is in exactly the state of its base."""
 
     entry: OpenEntry
-    learner: Learner
-    state: ModelState
-    """The base version's, as it is published."""
+    layout_digest: str
 
 
 def seed(objects: ObjectStore, log: Log, settings: Settings) -> None:
@@ -79,14 +76,7 @@ def probe_tokens(vocabulary: int, seed: int) -> tuple[int, ...]:
     return tuple(int(token) for token in np.random.default_rng(seed).integers(0, vocabulary, PROBE_TOKENS))
 
 
-def make_learner(folder: Path, settings: Settings) -> Learner:
-    """The backend's learner of the base model in `folder`."""
-    backend: Any = look_up("trainer.backend", BACKENDS, settings.trainer.backend)
-    learner: Learner = backend(folder, settings, settings.run.seed)
-    return learner
-
-
-def open_epoch(objects: ObjectStore, log: Log, learner: Learner, write_id: str | None = None) -> Opening:
+def open_epoch(log: Log, crew: Crew, write_id: str | None = None) -> Opening:
     """Restore the newest good checkpoint on the line and append `open` on its version.
 
     Where another entry gets in between (the last commit of the epoch before, say) everything is decided anew. `InvariantError`
@@ -94,12 +84,12 @@ def open_epoch(objects: ObjectStore, log: Log, learner: Learner, write_id: str |
     """
     write_id = write_id or new_write_id()
     log.refresh()
-    _check_layout(log, learner)
+    _check_layout(log, crew.outline())
     while True:
         log.refresh()
-        base, checkpoint = _restore(objects, log, learner)
-        state = learner.state()
-        _check_weights(log, base, state)
+        base, checkpoint = _restore(log, crew)
+        outline = crew.outline()
+        _check_weights(log, base, outline)
         try:
             entry = log.append(_builder(log.next_number, base, checkpoint, write_id))
         except _Overtaken:
@@ -107,7 +97,8 @@ def open_epoch(objects: ObjectStore, log: Log, learner: Learner, write_id: str |
         if not isinstance(entry, OpenEntry):
             raise InvariantError(f"log entry {entry.number} has this trainer's write ID and isn't its open", code="log_rule")
         faults.point("trainer.opened")
-        return Opening(entry, learner, state)
+        crew.adopt()
+        return Opening(entry, layout_digest(record.spec for record in outline))
 
 
 class _Overtaken(Exception):
@@ -137,17 +128,16 @@ def _builder(number: int, base: int, checkpoint: str | None, write_id: str) -> C
     return build
 
 
-def _restore(objects: ObjectStore, log: Log, learner: Learner) -> tuple[int, str | None]:
+def _restore(log: Log, crew: Crew) -> tuple[int, str | None]:
     """Bring the learner to the newest checkpoint on the line that can be read: (its version, its name)."""
     failed: list[str] = []
     for number, name in checkpoints.newest_on(log):
         entry = log.version(number)
         try:
-            files, meta = checkpoints.load(objects, log.run, name)
+            meta = crew.restore(name)
             if meta.depth != entry.depth:
                 raise CorruptError(f"its depth is {meta.depth}, that of version {number} {entry.depth}", code="checkpoint")
-            learner.restore(files)
-            if model_digest(tensor_digests(learner.state())) != entry.model_digest:
+            if _digest(crew.outline()) != entry.model_digest:
                 raise CorruptError(f"its weights aren't those of version {number}", code="checkpoint")
         except (CorruptError, MissingError) as error:
             log_line.error("checkpoint can't be used", checkpoint=name, version=number, reason=error.message)
@@ -163,20 +153,24 @@ def _restore(objects: ObjectStore, log: Log, learner: Learner) -> tuple[int, str
     return 0, None
 
 
-def _check_layout(log: Log, learner: Learner) -> None:
+def _check_layout(log: Log, outline: list[TensorRecord]) -> None:
     """The run's tensors are entry 0's for good: names, shapes and the published dtype."""
     base = log.entry(0)
-    if isinstance(base, BaseEntry) and layout_digest(layout_of(learner.state())) != base.layout_digest:
+    if isinstance(base, BaseEntry) and layout_digest(record.spec for record in outline) != base.layout_digest:
         raise UsageError(
             f"run {log.run}: the model's tensors aren't those of entry 0; model.publish_dtype must stay what the run began with",
             code="layout",
         )
 
 
-def _check_weights(log: Log, base: int, state: ModelState) -> None:
+def _check_weights(log: Log, base: int, outline: list[TensorRecord]) -> None:
     """The learner's weights must be the base's, bit for bit, or every delta would be wrong."""
     entry = log.entry(base)
     if not isinstance(entry, BaseEntry | VersionEntry):
         raise InvariantError(f"log entry {base} is no version to open on", code="log_rule")
-    if model_digest(tensor_digests(state)) != entry.model_digest:
+    if _digest(outline) != entry.model_digest:
         raise CorruptError(f"run {log.run}: the learner's weights aren't those of version {base}", code="base_state")
+
+
+def _digest(outline: list[TensorRecord]) -> str:
+    return model_digest({record.name: record.digest for record in outline})

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 import structlog
 
@@ -22,6 +24,8 @@ from towline.trainer.watch import LogWatch
 
 ROW_DEADLINE_SECONDS = 5.0
 """How long a row that the stream doesn't have (yet) is asked for."""
+ELSEWHERE = "elsewhere"
+"""Instead of the bytes of a row that is another rank's."""
 IN_FLIGHT = 64
 """Rows asked for at a time."""
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.05, 1.0
@@ -39,9 +43,16 @@ class Gatherer:
         self._vocabulary = vocabulary
         self._bound = Bound.of(settings)
 
-    async def gather(self, record: BatchRecord) -> Gathered:
-        """`InvariantError` where a row is staler than the run allows; `UnavailableError` where the bus is away."""
-        payloads = await self._payloads(record.rows)
+    async def know(self, entries: int) -> None:
+        """Have read so many of the LOG's entries at least."""
+        if self._watch.log.next_number < entries:
+            await self._watch.refresh()
+
+    async def assemble(self, record: BatchRecord, payloads: Sequence[bytes | str]) -> Gathered:
+        """The record's rows, of which `payloads` has the bytes or why there are none; ELSEWHERE is no gap of this rank's.
+
+        `InvariantError` where a row is staler than the run allows.
+        """
         opened = [open_row(row, payload) for row, payload in zip(record.rows, payloads, strict=True)]
         if not self._knows(opened):
             await self._watch.refresh()
@@ -53,6 +64,7 @@ class Gatherer:
         except InvariantError:
             self._watch.check()  # a fork that has just come explains it
             raise
+        gathered = replace(gathered, gaps=[gap for gap in gathered.gaps if gap.reason != ELSEWHERE])
         for gap in gathered.gaps:
             if gap.message:
                 log_line.error("row can't be trained on", group=gap.row.group, sample=gap.row.sample, reason=gap.message)
@@ -75,8 +87,11 @@ class Gatherer:
             return False
         return True
 
-    async def _payloads(self, rows: tuple[BatchRow, ...]) -> list[bytes | str]:
-        """Each row's bytes, or why they can't be had by the deadline. The bus asks the leader where a peer hasn't the message."""
+    async def payloads(self, rows: Sequence[BatchRow]) -> list[bytes | str]:
+        """Each row's bytes, or why they can't be had by the deadline. The bus asks the leader where a peer hasn't the message.
+
+        `UnavailableError` where the bus is away.
+        """
         gate = asyncio.Semaphore(IN_FLIGHT)
         deadline = time.monotonic() + ROW_DEADLINE_SECONDS
 

@@ -16,9 +16,8 @@ from towline.bus.client import Bus
 from towline.bus.topology import CONTROL
 from towline.config import Settings
 from towline.contract.codec import encode
-from towline.contract.entries import BaseEntry, Probe
+from towline.contract.entries import BaseEntry, OpenEntry, Probe
 from towline.contract.policy import Opened
-from towline.delta.state import layout_digest, layout_of
 from towline.errors import InvariantError, UnavailableError, UsageError
 from towline.learner import fingerprint
 from towline.learner.advantages.base import Advantage
@@ -26,10 +25,10 @@ from towline.learner.registry import ADVANTAGES, look_up
 from towline.runtime.run_end import run_has_ended
 from towline.store.log import Log
 from towline.store.objects import ObjectStore
-from towline.store.versions import fetch_base_folder
+from towline.trainer.crew import Crew
 from towline.trainer.feed import Feed
 from towline.trainer.figures import Figures
-from towline.trainer.opening import Opening, make_learner, open_epoch, seed
+from towline.trainer.opening import Opening, open_epoch, seed
 from towline.trainer.rows import Gatherer
 from towline.trainer.staging import Stager
 from towline.trainer.training import Training
@@ -43,15 +42,27 @@ log_line = structlog.get_logger(__name__)
 
 
 async def run_trainer(
-    settings: Settings, bus: Bus, objects: ObjectStore, *, replica: str, figures: Figures, draining: asyncio.Event, tell: Tell
+    settings: Settings,
+    bus: Bus,
+    objects: ObjectStore,
+    *,
+    replica: str,
+    figures: Figures,
+    draining: asyncio.Event,
+    tell: Tell,
+    crew: Crew | None = None,
 ) -> None:
     """Return when the run has ended, its last version committed, or when drained. The lease is the caller's.
 
+    `crew`: the ranks, already begun where there are several; this process alone where it's left out.
     `tell` hears the named state that the trainer isn't ready in, or None. `FencedError` where another trainer took over, where
     the head was quarantined; `UsageError`, `InvariantError` and `UnavailableError` as the parts raise them.
     """
     if settings.sampling.temperature <= 0:
         raise UsageError("sampling.temperature = 0: greedy samples can't be trained on; use 1.0", code="temperature")
+    if crew is None:
+        crew = Crew(settings, objects)
+        crew.begin()
     advantage: Advantage = look_up("trainer.advantage", ADVANTAGES, settings.trainer.advantage)
     log = Log(objects, settings.run.name)
     tell("seeding")
@@ -60,19 +71,21 @@ async def run_trainer(
         log_line.info("nothing is left to train", depth=log.lineage.depth(log.lineage.latest))
         figures.depth = log.lineage.depth(log.lineage.latest)
         return
+    tell("ranks")
+    await asyncio.to_thread(crew.wait)
     tell("opening")
     opened_at = await _control_end(bus, log)
     scratch = _scratch(settings, replica)
-    opening = await asyncio.to_thread(_open, settings, objects, log, scratch)
+    opening = await asyncio.to_thread(_open, settings, objects, log, crew, scratch)
     entry = opening.entry
-    figures.depth, figures.epoch, figures.step = entry.depth, entry.number, opening.learner.step
+    figures.depth, figures.epoch, figures.step = entry.depth, entry.number, crew.learner.step
     log_line.info("opened", epoch=entry.number, base=entry.base, depth=entry.depth, checkpoint=entry.checkpoint)
     try:
         await bus.publish(bus.topology.policy("opened"), encode(Opened(epoch=entry.number)))
     except UnavailableError as error:  # a hint: whoever misses it polls the LOG
         log_line.warning("opened can't be told", reason=error.message)
     tell(None)
-    await _training(settings, bus, objects, log, opening, advantage, opened_at, figures, draining, tell).run()
+    await _training(settings, bus, objects, log, entry, crew, advantage, opened_at, figures, draining, tell).run()
     if not draining.is_set():
         await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
 
@@ -82,25 +95,25 @@ def _training(
     bus: Bus,
     objects: ObjectStore,
     log: Log,
-    opening: Opening,
+    entry: OpenEntry,
+    crew: Crew,
     advantage: Advantage,
     opened_at: int,
     figures: Figures,
     draining: asyncio.Event,
     tell: Tell,
 ) -> Training:
-    entry, learner = opening.entry, opening.learner
     watch = LogWatch(log, bus, POLL_SECONDS)
     watch.epoch = entry.number
     return Training(
         settings,
-        learner,
+        crew,
         depth=entry.depth,
         cursor=entry.batch_cursor,
         probe=_probe(log),
         feed=Feed(bus, entry.number, entry.depth, entry.batch_cursor, opened_at),
-        gatherer=Gatherer(bus, watch, settings, advantage, learner.vocabulary),
-        stager=Stager(bus, objects, watch, settings, epoch=entry.number, head=entry.base, baseline=opening.state),
+        gatherer=Gatherer(bus, watch, settings, advantage, crew.learner.vocabulary),
+        stager=Stager(bus, objects, watch, crew, epoch=entry.number, head=entry.base),
         watch=watch,
         figures=figures,
         draining=draining,
@@ -127,13 +140,12 @@ async def _control_end(bus: Bus, log: Log) -> int:
     return state.last_sequence
 
 
-def _open(settings: Settings, objects: ObjectStore, log: Log, folder: Path) -> Opening:
+def _open(settings: Settings, objects: ObjectStore, log: Log, crew: Crew, folder: Path) -> Opening:
     began = time.monotonic()
-    fetch_base_folder(objects, log, folder)
-    learner = make_learner(folder, settings)
-    opening = open_epoch(objects, log, learner)
+    crew.make(log, folder)
+    opening = open_epoch(log, crew)
     # Before the epoch's first version: a replay needs to know what its bits depend on.
-    found = fingerprint.of_settings(settings, opening.entry.number, layout_digest(layout_of(opening.state)))
+    found = fingerprint.of_settings(settings, opening.entry.number, opening.layout_digest)
     fingerprint.record(objects, log.run, found)
     log_line.info("learner ready", seconds=round(time.monotonic() - began, 3))
     return opening

@@ -16,15 +16,14 @@ import structlog
 
 from towline import faults
 from towline.bus.client import Bus
-from towline.config import Settings
 from towline.contract.codec import encode
 from towline.contract.entries import VersionEntry
 from towline.contract.policy import Staged
-from towline.delta.state import ModelState
 from towline.errors import FullError, InvariantError, TowlineError, UnavailableError
 from towline.store import checkpoints, versions
 from towline.store.keys import new_write_id
 from towline.store.objects import ObjectStore
+from towline.trainer.crew import RANK_LOST, Crew
 from towline.trainer.watch import LogWatch
 
 RESEND_SECONDS = 5.0
@@ -40,12 +39,11 @@ log_line = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The policy between two steps, to be made a version."""
+    """The policy between two steps, to be made a version; the ranks have its tensors."""
 
-    state: ModelState
     facts: versions.VersionFacts
-    checkpoint: dict[str, bytes] | None
-    """The learner's files at this very moment, where the version is due a checkpoint."""
+    checkpoint: bool
+    """Whether they have the learner's files at this very moment too: the version is due a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +57,7 @@ class Committed:
 class Stager:
     """Makes versions of one epoch out of snapshots, one at a time."""
 
-    def __init__(
-        self, bus: Bus, objects: ObjectStore, watch: LogWatch, settings: Settings, *, epoch: int, head: int, baseline: ModelState
-    ) -> None:
+    def __init__(self, bus: Bus, objects: ObjectStore, watch: LogWatch, crew: Crew, *, epoch: int, head: int) -> None:
         self.head = head
         """The epoch's last version: the base of the next."""
         self.trouble: str | None = None
@@ -69,11 +65,8 @@ class Stager:
         self._bus = bus
         self._objects = objects
         self._watch = watch
+        self._crew = crew
         self._epoch = epoch
-        self._baseline = baseline
-        self._mode = settings.trainer.delta_mode
-        self._prove = settings.publisher.verify == "sender"
-        self._threads = settings.trainer.threads
 
     async def stage(self, snapshot: Snapshot) -> Committed:
         """Until the version stands in the LOG.
@@ -92,7 +85,8 @@ class Stager:
                 log_line.error("version refused", write_id=staged.write_id, reason=refused.reason, times=refusals + 1)
                 continue
             self.trouble = None
-            self.head, self._baseline = entry.number, snapshot.state
+            await asyncio.to_thread(self._crew.advance)
+            self.head = entry.number
             faults.point("trainer.committed")
             return Committed(entry, time.monotonic() - begun)
         raise InvariantError(
@@ -102,8 +96,7 @@ class Stager:
 
     async def _save_checkpoint(self, snapshot: Snapshot) -> Snapshot:
         """Uploaded before the version is staged, so that the entry can name it."""
-        files = snapshot.checkpoint
-        if files is None:
+        if not snapshot.checkpoint:
             return snapshot
         name = f"{snapshot.facts.depth:08d}-{new_write_id()}"
         facts = snapshot.facts
@@ -111,7 +104,8 @@ class Stager:
             epoch=self._epoch, base=self.head, depth=facts.depth, batch_cursor=facts.batch_cursor, step=facts.step, at=time.time()
         )
         faults.point("trainer.before_checkpoint")
-        await self._patiently(lambda: checkpoints.save(self._objects, self._watch.log.run, name, files, meta))
+        records = await self._patiently(lambda: self._crew.save(name))
+        await self._patiently(lambda: checkpoints.seal(self._objects, self._watch.log.run, name, records, meta))
         faults.point("trainer.checkpointed")
         return replace(snapshot, facts=msgspec.structs.replace(facts, checkpoint=name))
 
@@ -121,11 +115,7 @@ class Stager:
         def write() -> versions.Manifest:
             nonlocal write_id
             write_id = new_write_id()  # a repeat is another write: what the first left behind is an orphan
-            return versions.write_version(
-                self._objects, self._watch.log.run, epoch=self._epoch, base=self.head, write_id=write_id,
-                base_state=self._baseline, new_state=snapshot.state, mode=self._mode, facts=snapshot.facts,
-                prove=self._prove, threads=self._threads,
-            )  # fmt: skip
+            return self._crew.upload(self._epoch, self.head, write_id, snapshot.facts)
 
         manifest = await self._patiently(write)
         faults.point("trainer.uploaded")
@@ -174,7 +164,7 @@ class Stager:
             try:
                 result = await asyncio.to_thread(call)
             except UnavailableError as error:
-                if time.monotonic() > give_up:
+                if error.code == RANK_LOST or time.monotonic() > give_up:
                     raise
                 self.trouble = "store_unavailable"
                 log_line.warning("the store is away", reason=error.message)

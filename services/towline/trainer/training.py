@@ -21,9 +21,10 @@ from towline.config import Settings
 from towline.contract.control import EndRecord
 from towline.contract.entries import Probe
 from towline.errors import InvariantError, UnavailableError
-from towline.learner.base import Learner, StepReport, pack_rows
+from towline.learner.base import StepReport
 from towline.learner.rows import Gathered
 from towline.store.versions import VersionFacts
+from towline.trainer.crew import RANK_LOST, Crew
 from towline.trainer.feed import BatchAt, Feed
 from towline.trainer.figures import Figures
 from towline.trainer.rows import Gatherer
@@ -62,7 +63,7 @@ class Training:
     def __init__(
         self,
         settings: Settings,
-        learner: Learner,
+        crew: Crew,
         *,
         depth: int,
         cursor: int,
@@ -80,7 +81,7 @@ class Training:
         self._steps = settings.run.steps
         self._checkpoint_every = settings.trainer.checkpoint_every
         self._drain_seconds = max(settings.service.drain_seconds - DRAIN_MARGIN_SECONDS, DRAIN_MARGIN_SECONDS)
-        self._learner = learner
+        self._crew = crew
         self._depth = depth
         self._cursor = cursor
         self._probe = probe
@@ -155,9 +156,9 @@ class Training:
         give_up = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
-                return await self._gatherer.gather(batch.record)
+                return await self._crew.gather(self._gatherer, batch.record, self._watch.log.next_number)
             except UnavailableError as error:
-                if time.monotonic() > give_up:
+                if error.code == RANK_LOST or time.monotonic() > give_up:
                     raise
                 log_line.warning("rows can't be fetched", for_depth=batch.record.for_depth, reason=error.message)
                 await asyncio.sleep(GATHER_RETRY_SECONDS)
@@ -177,7 +178,7 @@ class Training:
             raise InvariantError(f"a batch for depth {record.for_depth} at depth {self._depth}", code="batch_order")
         faults.point("trainer.batch")
         begun = time.monotonic()
-        report: StepReport = await asyncio.to_thread(lambda: self._learner.train(pack_rows(record.for_depth, gathered.rows)))
+        report: StepReport = await asyncio.to_thread(self._crew.train, record.for_depth)
         seconds = time.monotonic() - begun
         faults.point("trainer.trained")
         self._depth += 1
@@ -188,7 +189,11 @@ class Training:
         if not report.trained:
             self._unstaged.skipped.append(record.for_depth)
         self._figures.trained(
-            report, step=self._learner.step, reward_mean=gathered.reward_mean, missing_rows=gathered.missing_rows, seconds=seconds
+            report,
+            step=self._crew.learner.step,
+            reward_mean=gathered.reward_mean,
+            missing_rows=gathered.missing_rows,
+            seconds=seconds,
         )
         level = log_line.warning if report.skipped else log_line.info
         level(
@@ -201,22 +206,22 @@ class Training:
         last = self._ended or self._draining.is_set() or self._depth >= self._steps
         due = last or self._since_checkpoint + 1 >= self._checkpoint_every
         unstaged, self._unstaged = self._unstaged, Unstaged()
-        state = self._learner.state()
+        found = self._crew.snapshot(due, () if self._probe is None else self._probe.tokens)
+        self._figures.snapshot_seconds += found.seconds
         probe = None
         if self._probe is not None:
-            logprobs = tuple(self._learner.logprobs(self._probe.tokens, state))
-            probe = Probe(tokens=self._probe.tokens, logprobs=logprobs, tolerance=self._probe.tolerance)
+            probe = Probe(tokens=self._probe.tokens, logprobs=found.logprobs, tolerance=self._probe.tolerance)
         facts = VersionFacts(
             depth=self._depth,
             skipped=tuple(unstaged.skipped),
-            step=self._learner.step,
+            step=self._crew.learner.step,
             batch_cursor=self._cursor,
             checkpoint=None,
             missing_rows=unstaged.missing_rows,
             probe=probe,
             skip_reasons=dict(unstaged.skip_reasons),
         )
-        return Snapshot(state=state, facts=facts, checkpoint=self._learner.checkpoint() if due else None)
+        return Snapshot(facts=facts, checkpoint=due)
 
     def _take_commit(self, committed: Committed) -> None:
         entry = committed.entry
