@@ -17,8 +17,11 @@ SETTINGS = {"run__steps": 10, "publisher__anchor_every": 3, "buffer__snapshot_ev
 ONLY_SINGLE = ("buffer.before_cancel", "buffer.cancel_appended")
 """When a whole group is scored at once, none of its samples is at work any more."""
 
+ON_REQUEST = tuple(f"buffer.{name}" for name in ("before_requeue", "requeue_appended", "before_admit", "admit_appended"))
+"""They need somebody from outside (test_requests.py)."""
 
-@pytest.mark.parametrize("task", [FAULTY, FAULTY_GROUPS], ids=["samples", "groups"])
+
+@pytest.mark.parametrize("task", [FAULTY, pytest.param(FAULTY_GROUPS, marks=pytest.mark.slow)], ids=["samples", "groups"])
 def test_a_run_survives_deaths_at_the_worst_moments(zygote, tmp_path, task):
     with field(zygote, tmp_path, die_at=WORST, **SETTINGS, **task) as run:
         run.assert_ended_well()
@@ -28,9 +31,13 @@ def test_a_run_survives_deaths_at_the_worst_moments(zygote, tmp_path, task):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 2])
-@pytest.mark.parametrize("point", POINTS)
-def test_a_run_survives_a_death_at(zygote, tmp_path, point, max_staleness):
-    task = FAULTY if max_staleness == 0 or point in ONLY_SINGLE else FAULTY_GROUPS
-    with field(zygote, tmp_path, die_at=[point], buffer__max_staleness=max_staleness, **SETTINGS, **task) as run:
+@pytest.mark.parametrize("part", dict.fromkeys(point.partition(".")[0] for point in POINTS))
+def test_a_run_survives_a_death_at_every_point_of(zygote, tmp_path, part, max_staleness):
+    task = FAULTY if max_staleness == 0 else FAULTY_GROUPS
+    points = {point for point in POINTS if point.startswith(f"{part}.")} - set(ON_REQUEST)
+    if task is FAULTY_GROUPS:
+        points -= set(ONLY_SINGLE)
+    with field(zygote, tmp_path, die_at=sorted(points), buffer__max_staleness=max_staleness, **SETTINGS, **task) as run:
         run.assert_ended_well()
-        assert run.died_at() == {point}
+        assert run.died_at() == points
+        assert run.kills.total() == len(points)
