@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 EXTRAS := torch,local,fast,checksums,plots,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-large soak lint clean bench-weights sglang-venv demo-sglang test-sglang
+.PHONY: help setup demo test test-large soak lint clean bench-weights bench-activation sglang-venv demo-sglang test-sglang
 
 help:
 	@echo "make setup   the virtual environment (the other targets call it; nothing to do: under a second)"
@@ -16,6 +16,7 @@ help:
 	@echo "make soak    every fault point, then KILLS=1000 random kills of one run (over an hour; SEED=0, STALENESS=1)"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make bench-weights   weight deltas on real optimiser steps, against others' ways (both cores idle; ARGS=--check)"
+	@echo "make bench-activation   what a new version costs a generating torch engine (two minutes, both cores idle; ARGS=--check)"
 	@echo "make test-large   a tensor of more than 4 GiB through files and the command (minutes, 10 GB of memory, 20 GB of disk)"
 	@echo "make sglang-venv   an SGLang that serves on a CPU, in .venv-sglang (2.7 GB; on a GPU machine: pip install sglang)"
 	@echo "make demo-sglang   the demo with SGLang as its engine, on a CPU (STEPS=50)"
@@ -39,6 +40,9 @@ $(VENV)/.stamp-bench: $(STAMP)
 
 bench-weights: $(VENV)/.stamp-bench
 	@$(BIN)/python -m loadtests.weights $(ARGS)
+
+bench-activation: setup
+	@$(BIN)/python -m loadtests.activation $(ARGS)
 
 lint: setup
 	@$(BIN)/ruff check --quiet

@@ -7,7 +7,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-_NICE = 15
+_NICE = 5
 
 
 def background_executor(name: str) -> ThreadPoolExecutor:

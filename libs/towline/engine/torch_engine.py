@@ -22,7 +22,7 @@ from towline.delta.state import ModelState
 from towline.engine.base import Activation, ActivationMode, GenerateRequest, Generation, Progress, token_budget
 from towline.engine.priority import background_executor
 from towline.engine.torch_batch import Sequence, TorchBatch
-from towline.engine.torch_weights import LiveWeights, Patch, folder_layout
+from towline.engine.torch_weights import LiveWeights, Patch, folder_layout, own_memory
 from towline.errors import EngineError, TowlineError, UsageError
 
 T = TypeVar("T")
@@ -33,7 +33,11 @@ _loading = threading.Lock()
 
 
 class TorchEngine:
-    """See `towline.engine.base.Engine`. `prefill_tokens` bounds the padded tokens of one prefill pass, and so its memory."""
+    """See `towline.engine.base.Engine`. `prefill_tokens` bounds the padded tokens of one prefill pass, and so its memory.
+
+    Where a version changes more than `swap_share` of a tensor (default: 0.005 on a CPU, 0.1 elsewhere), its new memory is filled
+    beside the live one, which shortens the pause and takes memory for those tensors until it ends; 1.0 never does that.
+    """
 
     name = "torch"
 
@@ -46,11 +50,12 @@ class TorchEngine:
         threads: int = 1,
         max_context_tokens: int = 4096,
         prefill_tokens: int = 16_384,
+        swap_share: float | None = None,
     ) -> None:
         self.slots = slots
         self.max_context = max_context_tokens
         self._device, self._dtype, self._threads = torch.device(device), _DTYPES[dtype], threads
-        self._prefill_tokens = prefill_tokens
+        self._prefill_tokens, self._swap_share = prefill_tokens, swap_share
         self._vocabulary = 0
         self._weights: LiveWeights | None = None
         self._batch: TorchBatch | None = None
@@ -201,14 +206,12 @@ class TorchEngine:
             reason = str(error).strip().splitlines()[0]
             raise UsageError(f"{folder}: transformers can't load it as a causal LM: {reason}", code="model_load") from error
         model = model.to(self._device).eval().requires_grad_(False)
-        for tensor in [*model.parameters(), *model.buffers()]:
-            # transformers may have left them mapped from the folder's files, which change, and whose pages a write would copy.
-            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+        own_memory(model)
         config = model.config.get_text_config()
         self.max_context = min(self.max_context, int(getattr(config, "max_position_embeddings", None) or self.max_context))
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         with torch.inference_mode():
-            self._weights = LiveWeights(model, layout)
+            self._weights = LiveWeights(model, layout, self._swap_share)
             self._batch = TorchBatch(model, self.slots, self._prefill_tokens, version)
             return self._weights.digest()
 
@@ -272,7 +275,7 @@ class TorchEngine:
 
     def _prepare(self, state: ModelState, changed: set[str] | None) -> list[Patch]:
         assert self._weights is not None
-        with torch.inference_mode():
+        with torch.no_grad():  # what may become a parameter's memory can't be an inference tensor
             return self._weights.prepare(state, changed)
 
     def _digest(self) -> str:

@@ -3,8 +3,9 @@
 The published dtype may be narrower than the engine's (bf16 in a float32 engine): widening is exact, so casting the live
 weights back gives the published bytes, and the digest over them proves what the engine serves. Narrowing is refused.
 
-What changes is found while the engine still generates, by comparing the live weights with the version's; the pause is then the
-writing of those elements alone.
+What changes is found while the engine still generates, by comparing the live weights with the version's. The pause is then
+the writing of those elements, or where a tensor changed in many places, the exchange of its memory for another that was
+filled beside it.
 """
 
 from __future__ import annotations
@@ -34,27 +35,32 @@ _EXACT = {
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK_ELEMENTS = 1 << 20
-_SPARSE_SHARE = 0.1
-"""Of a tensor's elements: where more have changed, writing all of it is faster than writing those."""
+_SWAP_SHARE, _CPU_SWAP_SHARE = 0.1, 0.005
+"""Of a tensor's elements: where more have changed, its memory is exchanged. A CPU pays a cache line for each that it writes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Patch:
-    """New values of one tensor: of the elements at `positions` (int64[n]) of `live`, which is flat, or of all of them."""
+    """What one live tensor becomes: new values of the elements at `positions` (int64[n], of the flat tensor), or all of it new
+    (`positions` None), in memory of its own that `write` exchanges for the live one's. That one is kept until the patch goes."""
 
     live: torch.Tensor
     positions: torch.Tensor | None
     values: torch.Tensor
+    replaced: torch.Tensor | None = None
 
     def write(self) -> None:
         if self.positions is None:
-            self.live.copy_(self.values)
-        elif self.live.device.type == "cpu":
-            bits = _BITS[self.live.itemsize]
+            self.replaced = self.live.data
+            self.live.data = self.values
+            return
+        flat = self.live.data.view(-1)
+        if flat.device.type == "cpu":
             # numpy's is faster than index_copy_ on one thread; as bits, since it has no bfloat16.
-            self.live.view(bits).numpy()[self.positions.numpy()] = self.values.view(bits).numpy()
+            bits = _BITS[flat.itemsize]
+            flat.view(bits).numpy()[self.positions.numpy()] = self.values.view(bits).numpy()
         else:
-            self.live.index_copy_(0, self.positions, self.values)
+            flat.index_copy_(0, self.positions, self.values)
 
 
 def folder_layout(folder: Path) -> list[TensorSpec]:
@@ -71,11 +77,21 @@ def folder_layout(folder: Path) -> list[TensorSpec]:
     return sorted(layout)
 
 
+def own_memory(module: torch.nn.Module) -> None:
+    """Give each tensor contiguous memory of its own. transformers may have left them mapped from the files that they were loaded
+    from, which change, and whose pages a write would have to copy first."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+
+
 class LiveWeights:
     """A module's tensors by published name. `layout` is the published one; two names may share a tensor (tied weights)."""
 
-    def __init__(self, module: torch.nn.Module, layout: Iterable[TensorSpec]) -> None:
-        self._tensors: dict[str, torch.Tensor] = module.state_dict(keep_vars=False)
+    def __init__(self, module: torch.nn.Module, layout: Iterable[TensorSpec], swap_share: float | None = None) -> None:
+        # The parameters themselves, not views of their memory, which may be exchanged.
+        self._tensors: dict[str, torch.Tensor] = module.state_dict(keep_vars=True)
+        on_cpu = next(module.parameters()).device.type == "cpu"
+        self._swap_share = (_CPU_SWAP_SHARE if on_cpu else _SWAP_SHARE) if swap_share is None else swap_share
         self._layout: dict[str, TensorSpec] = {}
         self.adopt(layout)
 
@@ -112,25 +128,26 @@ class LiveWeights:
         return [patch for name in sorted(names) if (patch := self._patch(state[name])) is not None]
 
     def write(self, patches: list[Patch]) -> None:
-        """In place; widening is exact."""
+        """Widening is exact."""
         for patch in patches:
             patch.write()
 
     def _patch(self, tensor: RawTensor) -> Patch | None:
         """None where the live tensor has these bytes already."""
-        published = _TORCH[tensor.spec.dtype]
-        live = self._tensors[tensor.spec.name].view(-1)
-        width, most = published.itemsize, int(_SPARSE_SHARE * live.numel())
-        positions, values, found = [], [], 0
-        for at in range(0, live.numel(), _CHUNK_ELEMENTS):
-            new = _tensor(tensor.data[at * width : (at + _CHUNK_ELEMENTS) * width], published).to(live.device)
-            where = _differing(live[at : at + _CHUNK_ELEMENTS].to(published), new, width)
+        published, live = _TORCH[tensor.spec.dtype], self._tensors[tensor.spec.name]
+        flat = live.data.view(-1)
+        width, most, found = published.itemsize, self._swap_share * flat.numel(), 0
+        positions, values = [], []
+        for at in range(0, flat.numel(), _CHUNK_ELEMENTS):
+            new = _tensor(tensor.data[at * width : (at + _CHUNK_ELEMENTS) * width], published).to(flat.device)
+            where = _differing(flat[at : at + _CHUNK_ELEMENTS].to(published), new, width)
             found += where.numel()
             if found > most:
-                return Patch(live, None, _tensor(tensor.data, published).to(live.device))
+                whole = _tensor(tensor.data, published).to(flat.device, flat.dtype).view(live.shape)
+                return Patch(live, None, whole)
             if where.numel():
                 positions.append(where + at)
-                values.append(new[where].to(live.dtype))
+                values.append(new[where].to(flat.dtype))
         return Patch(live, torch.cat(positions), torch.cat(values)) if found else None
 
     def digest(self) -> str:

@@ -31,7 +31,7 @@ def live(tmp_path: Path, dtype: torch.dtype) -> tuple[Any, LiveWeights, ModelSta
     layout = folder_layout(save(model, tmp_path / "model"))
     module = type(model)(model.config).to(dtype)
     module.load_state_dict(model.state_dict())
-    return module.requires_grad_(False), LiveWeights(module, layout), state_of(model)
+    return module.requires_grad_(False), LiveWeights(module, layout, swap_share=0.1), state_of(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -49,13 +49,16 @@ def test_only_elements_whose_bytes_differ_are_written(tmp_path: Path, dtype: tor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tensor_that_changed_in_many_places_is_written_whole(tmp_path: Path, dtype: torch.dtype) -> None:
-    _, weights, state = live(tmp_path, dtype)
+def test_a_tensor_that_changed_in_many_places_is_filled_beside_and_exchanged(tmp_path: Path, dtype: torch.dtype) -> None:
+    module, weights, state = live(tmp_path, dtype)
     new = changed_at(state, UP, list(range(0, 2048, 5)))
+    before = module.state_dict()[UP].data_ptr()
     [patch] = weights.prepare(new, None)
     assert patch.positions is None
+    assert weights.digest() == digest_of(state)
     weights.write([patch])
     assert weights.digest() == digest_of(new)
+    assert module.state_dict()[UP].data_ptr() != before
     other = state_of(make_model("qwen3-tied", 1))
     weights.write(weights.prepare(other, None))
     assert weights.digest() == digest_of(other)
