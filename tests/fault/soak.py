@@ -93,8 +93,6 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no new run after so long, and the last one ends")
-        "--seconds", type=float, default=float("inf"), help="begin no further run after so long, and end the last"
-    )
     parser.add_argument("--max-staleness", type=int, help="0, 1 and 2 in turn where it's left out")
     given = parser.parse_args()
     total = runs = 0
