@@ -17,7 +17,7 @@ from towline.store.retention import Plan, Stock, Thing, plan
 from towline.store.stock import take_stock
 from towline.store.versions import materialize
 
-from .models import Run, begun, stepped
+from .models import Run, begun, same, stepped
 from .test_retention import GRACE, RULES, anchor, checkpointed, passes, readable
 
 
@@ -149,3 +149,14 @@ def test_an_expired_hold_is_cleared_a_grace_later(run: Run) -> None:
     for later, left in ((0.0, 1), (100.0, 1), (GRACE, 1), (GRACE + 60, 0)):
         collect(run.objects, Log(run.objects, run.log.run), RULES, now=now(run) + later)
         assert len(claims.holds(run.objects, run.log.run)) == left
+
+
+def test_a_reader_whose_chain_vanished_resolves_again_by_anchors_that_no_hint_names(run: Run) -> None:
+    for _ in range(4):
+        run.commit()
+    anchor(run, 4)
+    run.log.write_hint([])
+    for number in (2, 3, 4):
+        run.objects.delete(keys.manifest(run.log.version(number).folder))
+    assert same(materialize(run.objects, run.log, 5), run.states[5])
+    assert same(materialize(run.objects, run.log, 5, (2, run.states[2])), run.states[5])  # its own copy leads nowhere now
