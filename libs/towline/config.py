@@ -97,6 +97,8 @@ class PromptSettings(_Section):
     eval_source: ImportPath | None = None
     eval_arguments: dict[str, Any] = {}
     environment: ImportPath = "towline.environment.single_turn:SingleTurn"
+    environment_arguments: dict[str, Any] = {}
+    """The environment's own keywords; one with a parameter `tokenizer` gets the model's."""
 
 
 class SamplingSettings(_Section):
@@ -128,7 +130,7 @@ class BufferSettings(_Section):
     external: Literal["admit", "drop"] = "admit"
     """Groups that others sampled, unasked (lane external): admitted as pacing has room, or always dropped as `unpaced`."""
     external_groups: Annotated[int, Field(ge=0)] = 0
-    """Of groups_per_batch, how many are left to external groups; prompts fill the rest."""
+    """Of groups_per_batch, how many are for external groups, prompts having the rest. 0: external ones come first, as they come."""
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """Groups admitted for each one that a batch takes; what is too many becomes stale, and is dropped as that."""
     filter_equal_rewards: bool = False

@@ -25,8 +25,8 @@ batch for depth 0, formed anew, is consumed. At depth 99 one batch is left: 4 gr
 
 With oversampling or dynamic filtering, `groups_per_batch` above is admitted_per_batch = ceil(groups_per_batch * oversample): the
 surplus is never trained and becomes stale. Prompts of requeued groups come before new ones. External groups (external.py) take
-room as any other; `external_groups` of each batch are left to them, which prompts don't fill. limiter.py says the same rule as a
-rate limiter with samples-per-insert 1 and a band of ahead * admitted_per_batch groups.
+room before new prompts; where `external_groups` names their share of each batch, the share bounds both sides. limiter.py says
+the same rule as a rate limiter with samples-per-insert 1 and a band of ahead * admitted_per_batch groups.
 
 The place in the queue gives a task its not_before_depth: the i-th waiting group (from 0) is trained at depth + i //
 groups_per_batch at the earliest, so a version max_staleness below that, and no fresher one, is what it needs.
@@ -53,16 +53,24 @@ def room(view: View) -> int:
 
 def allowance(view: View) -> int:
     """How many groups may be admitted now for prompts."""
-    rules, depth = view.rules, view.depth
+    rules = view.rules
     if not rules.external_groups:
         return room(view)
-    ours = pacing(
-        groups_per_batch=rules.admitted_per_batch - rules.external_groups,
-        max_staleness=rules.max_staleness,
-        batches_left=rules.steps - depth,
-    )
-    waiting = view.state.waiting_groups(depth) - view.state.waiting_external(depth)
-    return min(room(view), ours.insertable(waiting))
+    waiting = view.state.waiting_groups(view.depth) - view.state.waiting_external(view.depth)
+    return _share(view, rules.admitted_per_batch - rules.external_groups, waiting)
+
+
+def external_room(view: View) -> int:
+    """How many groups may be admitted now from outside: their share, or all the room where none was named."""
+    if not view.rules.external_groups:
+        return room(view)
+    return _share(view, view.rules.external_groups, view.state.waiting_external(view.depth))
+
+
+def _share(view: View, groups_per_batch: int, waiting: int) -> int:
+    rules = view.rules
+    limiter = pacing(groups_per_batch=groups_per_batch, max_staleness=rules.max_staleness, batches_left=rules.steps - view.depth)
+    return min(room(view), limiter.insertable(waiting))
 
 
 def admit(view: View) -> list[Unit]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from msgspec import UNSET
 
-from towline.buffer.admission import room
+from towline.buffer.admission import external_room
 from towline.buffer.groups import Group
 from towline.buffer.staleness import STALE, over_bound, unfit
 from towline.buffer.view import Unit, View
@@ -28,7 +28,7 @@ def turn_away(view: View) -> list[Unit]:
     if not state.offers:
         return []
     judged = {version: over_bound(view, version) for version in state.offered_versions()}
-    places = room(view) + view.most_waiting
+    places = external_room(view) + view.most_waiting
     for count, (number, offer) in enumerate(state.offers.items()):
         if number in reasons:
             continue
@@ -73,5 +73,5 @@ def take_in(view: View) -> list[Unit]:
             AdmitRecord(writer="", lane=offer.lane, group=offer.number, sample=sample, group_size=offer.size)
             for sample in range(offer.size)
         )
-        for offer in whole[: room(view)]
+        for offer in whole[: external_room(view)]
     ]

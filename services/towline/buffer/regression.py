@@ -18,6 +18,7 @@ from towline.bus.client import Bus
 from towline.bus.topology import CONTROL, OUTCOME, TRAJECTORY, ConsumerSpec, StreamSpec
 from towline.bus.wire import NOT_FOUND, ApiError
 from towline.contract.codec import digest
+from towline.contract.groups import is_external, parse_group
 from towline.errors import InvariantError
 from towline.store.lineage import Lineage
 
@@ -72,8 +73,21 @@ async def check_control(bus: Bus, state: State, lineage: Lineage, batch_cursor: 
         raise regressed(
             f"CONTROL ends at {state.control_sequence}, version {lineage.latest} consumed the batch at {batch_cursor}"
         )
-    if state.next_group == 0 and (await bus.stream_state(TRAJECTORY)).last_sequence > 0:
+    if state.next_group == 0 and await _has_own_trajectories(bus):
         raise regressed("CONTROL never issued a task, and TRAJECTORY has had trajectories")
+
+
+async def _has_own_trajectories(bus: Bus) -> bool:
+    """Whether TRAJECTORY has had samples of tasks, as far as its first and last message tell: those from outside need none."""
+    stream, found = bus.topology.stream(TRAJECTORY), await bus.stream_state(TRAJECTORY)
+    if not found.messages:
+        return found.last_sequence > 0
+    for sequence in {found.first_sequence, found.last_sequence}:
+        message = await bus.jetstream.get_from_leader(stream, {"seq": sequence})
+        group = None if message is None else parse_group(bus.topology.relative(message.subject).split(".")[1])
+        if group is not None and not is_external(group):
+            return True
+    return False
 
 
 async def mend(bus: Bus, state: State) -> dict[str, int]:
