@@ -127,13 +127,13 @@ class TorchLearner:
         if trainer.recompute:
             recompute_layers(self._model.module)
         self._layout.hold(self._model, trained=True)
+        self._parameters = self._model.parameters()
         self._reference = None
         if self._kl:
             self._reference = CausalModel(folder, device, getattr(torch, trainer.dtype))
             self._layout.hold(self._reference, trained=False)
         if trainer.packing:
             self._model.check_packing()
-        self._parameters = self._model.parameters()
         self._owners = owners({name: value.numel() for name, value in self._parameters.items()}, self._world.size)
         self._publishers = owners({name: value.numel() for name, value in self._model.tensors().items()}, self._world.size)
         self._optimiser = self._make_optimiser()

@@ -6,6 +6,7 @@ Gradients are sums over the ranks in all three. Both wrappers average, so a rank
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -61,7 +62,10 @@ class Replicated(Alone):
         if trained:
             from torch.nn.parallel import DistributedDataParallel
 
-            model.forward = DistributedDataParallel(model.module, broadcast_buffers=False)
+            # The same switch under two names, the older of which newer versions warn about.
+            names = inspect.signature(DistributedDataParallel).parameters
+            switch = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+            model.forward = DistributedDataParallel(model.module, **{switch: False})
 
     @contextlib.contextmanager
     def accumulating(self, model: CausalModel, *, last: bool) -> Iterator[None]:
@@ -97,9 +101,10 @@ class Sharded(Alone):
     def hold(self, model: CausalModel, *, trained: bool) -> None:
         from torch.distributed.fsdp import fully_shard
 
-        for layer in layers_of(model.module):
-            fully_shard(layer, mesh=self._mesh)
-        fully_shard(model.module, mesh=self._mesh)
+        # The root too gives its gathered tensors back after each forward pass: what a pass without a backward one left gathered
+        # would be stale once the weights change.
+        for part in (*layers_of(model.module), model.module):
+            fully_shard(part, mesh=self._mesh, reshard_after_forward=True)
 
     def whole(self, tensor: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor
