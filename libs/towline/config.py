@@ -130,7 +130,7 @@ class BufferSettings(_Section):
     external: Literal["admit", "drop"] = "admit"
     """Groups that others sampled, unasked (lane external): admitted as pacing has room, or always dropped as `unpaced`."""
     external_groups: Annotated[int, Field(ge=0)] = 0
-    """Of groups_per_batch, how many are for external groups, prompts having the rest. 0: external ones come first, as they come."""
+    """Of groups_per_batch: the share of external groups, prompts having the rest. 0: external ones come first, as they come."""
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """Groups admitted for each one that a batch takes; what is too many becomes stale, and is dropped as that."""
     filter_equal_rewards: bool = False
@@ -225,6 +225,8 @@ class RewardSettings(_Section):
     concurrency: Count = 64
     ack_wait_seconds: Annotated[float, Field(ge=1)] = REWARD_ACK_WAIT_SECONDS
     """How long what a killed replica had in hand stays with it."""
+    max_failed_groups: Annotated[int, Field(ge=0)] = 256
+    """The run ends as `verify_failed_all` when so many groups, and nine of ten, couldn't be judged since the last batch; 0: never."""
 
 
 class TrainerSettings(_Section):
