@@ -6,12 +6,14 @@ up every other sample of its worker.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 from towline.config import import_object
 from towline.contract.task import Task
+from towline.errors import UsageError
 
 SINGLE_TURN = "single-turn"
 _KNOWN = {SINGLE_TURN: "towline.environment.single_turn:SingleTurn"}
@@ -55,7 +57,18 @@ class Resumable(Protocol):
         ...
 
 
-def environment_factory(name: str) -> Callable[[], Environment]:
-    """What makes an environment: `single-turn`, or an import path `module:name` that is called without arguments once a
-    sample. `UsageError` where it can't be imported."""
-    return cast(Callable[[], Environment], import_object(_KNOWN.get(name, name), "prompts.environment"))
+def environment_factory(
+    name: str, arguments: Mapping[str, Any] | None = None, tokenizer: Any = None
+) -> Callable[[], Environment]:
+    """What makes an environment: `single-turn`, or an import path `module:name` that is called once a sample, with `arguments`
+    and, where it has a parameter of that name, with the model's `tokenizer`. `UsageError` where that can't be done."""
+    make = import_object(_KNOWN.get(name, name), "prompts.environment")
+    given = dict(arguments or {})
+    try:
+        signature = inspect.signature(make)
+        if "tokenizer" in signature.parameters:
+            given["tokenizer"] = tokenizer
+        signature.bind(**given)
+    except TypeError as error:
+        raise UsageError(f"prompts.environment = {name!r}, prompts.environment_arguments: {error}", code="environment") from error
+    return lambda: cast(Environment, make(**given))

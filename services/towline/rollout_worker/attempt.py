@@ -26,7 +26,7 @@ from towline.contract.task import TRAIN, Task
 from towline.contract.trajectory import Timings, Trajectory, decode_trajectory, encode_trajectory
 from towline.engine.base import Engine
 from towline.environment.base import Environment
-from towline.errors import EngineError, MalformedError, UnavailableError, UsageError
+from towline.errors import EngineError, MalformedError, TowlineError, UnavailableError, UsageError
 from towline.replica.control import ControlFeed
 from towline.replica.replica import Replica
 from towline.rollout_worker.dead import dead_letter
@@ -72,7 +72,7 @@ class Bench:
     engine: Engine
     replica: Replica
     feed: ControlFeed
-    environment: Callable[[str], Environment]
+    environment: Callable[[str], Awaitable[Environment]]
     change: Signal
     figures: WorkerFigures
     pace: Pace
@@ -249,7 +249,7 @@ class Attempt:
         await partials.begin()
         buffer = bench.settings.buffer
         if (found := partials.usable(buffer.max_staleness, keep_off_line=buffer.off_line == "keep")) is not None:
-            episode = self._new_episode()
+            episode = await self._new_episode()
             try:
                 await episode.resume(found)
             except Unusable as why:
@@ -259,13 +259,19 @@ class Attempt:
                 bench.figures.partials.resumed += 1
                 bench.figures.partials.tokens_resumed += found.policy_tokens
                 return episode
-        return self._new_episode()
+        return await self._new_episode()
 
-    def _new_episode(self) -> Episode:
+    async def _new_episode(self) -> Episode:
         bench, task = self._bench, self.task
         self._began_on = bench.engine.version
+        try:
+            environment = await bench.environment(task.environment)
+        except TowlineError:
+            raise
+        except Exception as error:
+            raise EnvironmentFailed(f"environment {task.environment}: {type(error).__name__}: {error}") from error
         self._episode = episode = Episode(
-            task, bench.environment(task.environment), bench.engine, f"{self.sequence}.{self.delivery.num_delivered}",
+            task, environment, bench.engine, f"{self.sequence}.{self.delivery.num_delivered}",
             bench.settings.rollout, on_news=lambda: self._partials.keep(episode),
         )  # fmt: skip
         return episode

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +24,7 @@ from towline.rollout_worker.signal import Signal
 from towline.runtime.run_end import run_has_ended
 from towline.store.log import Log
 from towline.store.objects import ObjectStore
+from towline.verifiers.tokenizer import stored_tokenizer
 
 HAND_OVER_SECONDS, LEAVE_SECONDS = 2.0, 1.0
 """Kept of the drain's time for giving back what isn't finished, and then for leaving the registry."""
@@ -47,7 +47,7 @@ class Worker:
         self._intake = Intake(
             Bench(
                 bus=bus, settings=settings, engine=engine, replica=self.replica, feed=self._feed,
-                environment=_environments(), change=self._change, figures=self.figures,
+                environment=_environments(settings, objects), change=self._change, figures=self.figures,
                 pace=self._pace, busy=lambda: self._intake.busy,
             )
         )  # fmt: skip
@@ -173,7 +173,19 @@ async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
         await asyncio.gather(*done, return_exceptions=True)
 
 
-def _environments() -> Callable[[str], Environment]:
-    """Makes the environment of a name, imported once."""
-    factory = functools.lru_cache(environment_factory)
-    return lambda name: factory(name)()
+def _environments(settings: Settings, objects: ObjectStore) -> Callable[[str], Awaitable[Environment]]:
+    """Makes the environment of a name, which is imported once, with the tokenizer that it may need: off the event loop."""
+    tokenizer = stored_tokenizer(objects, settings.run.name)
+    factories: dict[str, Callable[[], Environment]] = {}
+
+    def first(name: str) -> Environment:
+        arguments = settings.prompts.environment_arguments if name == settings.prompts.environment else None
+        factory = environment_factory(name, arguments, tokenizer)
+        environment = factory()
+        factories[name] = factory
+        return environment
+
+    async def make(name: str) -> Environment:
+        return factories[name]() if name in factories else await asyncio.to_thread(first, name)
+
+    return make
