@@ -70,6 +70,8 @@ class AuditReport:
     staleness_max: int
     """Among the rows within the bound."""
     violations: list[Violation]
+    end_reason: str | None = None
+    """That of the `end` in force; None while there is none."""
     over_stale: dict[str, int] = field(default_factory=lambda: {"rows": 0, "tokens": 0, "max": 0})
     """`rows` over the bound that the records name, their `tokens` over it, and the greatest staleness (`max`) among them."""
 
@@ -84,6 +86,7 @@ class AuditReport:
             "run": self.run,
             "clean": self.clean,
             "finished": self.finished,
+            "end_reason": self.end_reason,
             "depth": self.depth,
             "versions": self.versions,
             "batches": self.batches,

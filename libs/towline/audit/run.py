@@ -53,6 +53,7 @@ async def audit(bus: Bus, log: Log, settings: Settings) -> AuditReport:
     return AuditReport(
         run=settings.run.name,
         finished=ledger.ended is not None,
+        end_reason=ledger.ended.reason if ledger.ended is not None else None,
         depth=len(consumed),
         versions=len(log_now.version_epochs),
         batches=sum(not batch.void for batch in ledger.batches),

@@ -40,6 +40,7 @@ def up(
     from towline.local.report import print_outcome
     from towline.local.run_directory import directory_of
     from towline.local.up import Interrupted, Up
+    from towline.contract.control import VERIFY_FAILED_ALL
 
     source = _one_path(toml, config)
     overrides = _overrides(settings or [])
@@ -66,6 +67,12 @@ def up(
             f"the audit found {len(finished.audit.violations)} violations; see `towline audit {loaded.run.name}`", code="audit"
         )
 
+    if finished.audit.end_reason == VERIFY_FAILED_ALL:
+        raise TowlineError(
+            f"reward.function failed on {loaded.reward.max_failed_groups} groups in a row, and the run ended; see `towline dead list "
+            f"{loaded.run.name}`, put it right, then `towline run fork {loaded.run.name} --from latest` or begin another run",
+            code=VERIFY_FAILED_ALL,
+        )
 
 def down(target: Target, as_json: Json = False) -> None:
     """Stop a run and everything it has running on this machine; its data stays."""

@@ -166,6 +166,10 @@ class SnapshotRecord(ControlRecord, frozen=True, kw_only=True, tag="snapshot"):
     """Batches below this depth are final: no checkpoint is left to go back below it. The buffer forgets their groups."""
 
 
+VERIFY_FAILED_ALL = "verify_failed_all"
+"""An end's reason, and that of the drops before it: reward.max_failed_groups groups in a row couldn't be judged."""
+
+
 class EndRecord(ControlRecord, frozen=True, kw_only=True, tag="end"):
     """The run is finished: nothing is admitted after it. `reason` is `steps`, `end_of_data` or a named stop."""
 

@@ -45,7 +45,7 @@ from towline.environment.prompts import Prompt, draw, exhausted
 
 def room(view: View) -> int:
     """How many groups may be admitted now, from wherever they come."""
-    if view.resampled_out:
+    if view.resampled_out or view.unjudgeable:
         return 0
     paced = view.pacing.insertable(view.state.waiting_groups(view.depth))
     return max(0, min(paced, view.rules.max_open_groups - len(view.state.open_train)))

@@ -39,6 +39,7 @@ class Dump(msgspec.Struct, frozen=True, kw_only=True):
     floor_depth: int = 0
     requeue: tuple[tuple[int, Task], ...] = ()
     resampled: int = 0
+    unjudged: int = 0
     scored_samples: int = 0
     scored_tokens: int = 0
     mixed_samples: int = 0
@@ -52,7 +53,7 @@ class Dump(msgspec.Struct, frozen=True, kw_only=True):
 _PLAIN = (
     "control_sequence", "outcome_sequence", "writer", "next_group", "cursor", "epoch", "fork_depth", "fork_sequence",
     "next_depth", "admitted", "evaluated", "newest_eval", "ended",
-    "floor_depth", "resampled", "scored_samples", "scored_tokens", "mixed_samples",
+    "floor_depth", "resampled", "unjudged", "scored_samples", "scored_tokens", "mixed_samples",
 )  # fmt: skip
 _decoder = msgspec.msgpack.Decoder(Dump)
 

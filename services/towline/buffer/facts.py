@@ -34,6 +34,8 @@ class Facts:
         """Dropped group -> its task: prompts to be admitted again, in order."""
         self.resampled = 0
         """Groups that were filtered or requeued since the newest batch or fork."""
+        self.unjudged = 0
+        """Groups of tasks that were dropped since their verifier failed, since the newest batch or fork."""
         self.scored_samples = 0
         """Scores in OUTCOME but for lane eval's, used or not."""
         self.scored_tokens = 0

@@ -13,7 +13,8 @@ from towline.contract.task import EVAL
 
 UNCOUNTED_STAGES = ("not_ready", "version_moved")
 """Failures that say nothing about the sample: nobody served the version it needs in time."""
-_FINAL = {"malformed": "malformed", "verify": "verify_failed"}
+VERIFY_FAILED = "verify_failed"
+_FINAL = {"malformed": "malformed", "verify": VERIFY_FAILED}
 
 
 class Outcomes(Indexes):
@@ -66,7 +67,7 @@ class Outcomes(Indexes):
             offer.samples[outcome.sample] = Sample(0, 0, 0, 0, scored=scored_from(outcome))
             offer.scores += 1
             if not math.isfinite(outcome.reward):
-                self.refused.setdefault(outcome.group, "verify_failed")
+                self.refused.setdefault(outcome.group, VERIFY_FAILED)
 
     def _score(self, group: Group, sample: Sample, score: Score) -> None:
         sample.scored = scored_from(score)
@@ -79,7 +80,7 @@ class Outcomes(Indexes):
         self.lost.pop((group.number, score.sample), None)
         self.look_for_surplus(group, score.sample)
         if not math.isfinite(score.reward):
-            self.doom(group, sample, "verify_failed")
+            self.doom(group, sample, VERIFY_FAILED)
         elif group.version is not None and sample.scored.versions != (group.version,):
             self.doom(group, sample, "wrong_version")
         self.index_score(group, sample)

@@ -46,6 +46,7 @@ class Rules:
     oversample: float = 1.0
     filter_equal_rewards: bool = False
     max_resample_rounds: int = 0
+    max_failed_groups: int = 0
     min_batch_groups: int = 1
 
     @property
@@ -113,5 +114,6 @@ def rules_from(settings: Settings, *, stop_token_ids: tuple[int, ...]) -> Rules:
         oversample=buffer.oversample,
         filter_equal_rewards=buffer.filter_equal_rewards,
         max_resample_rounds=buffer.max_resample_rounds,
+        max_failed_groups=settings.reward.max_failed_groups,
         min_batch_groups=buffer.min_batch_groups,
     )

@@ -16,7 +16,7 @@ import math
 from msgspec.structs import replace
 
 from towline.buffer.groups import Batch, Group, Sample
-from towline.buffer.outcomes import Outcomes
+from towline.buffer.outcomes import VERIFY_FAILED, Outcomes
 from towline.contract.control import (
     AdmitRecord,
     BatchRecord,
@@ -176,7 +176,7 @@ class State(Outcomes):
             group.samples = [None if sample is None else Sample(0, 0, 0, 0, scored=sample.scored) for sample in group.samples]
             group.pack()
         self.next_depth = depth + 1
-        self.resampled = 0
+        self.resampled = self.unjudged = 0
         self.batches[depth] = Batch(
             record.epoch, depth, sequence, tuple(numbers), len(record.rows), staleness, tokens, token_staleness,
             len(over), sum(over.values()), sum(record.rows[place].policy_tokens for place in over),
@@ -194,6 +194,7 @@ class State(Outcomes):
         if requeue and group.task is not None:
             self.requeue[record.group] = group.task
         self.resampled += requeue or record.reason == EQUAL_REWARDS
+        self.unjudged += group.is_train and record.reason == VERIFY_FAILED
         self.leave(group)
         del self.groups[record.group]
         if group.is_external:
@@ -242,7 +243,7 @@ class State(Outcomes):
             self.ended = None
         void = [depth for depth in range(record.depth, self.next_depth) if depth in self.batches]
         self.next_depth = record.depth
-        self.resampled = 0
+        self.resampled = self.unjudged = 0
         for depth in void:
             for number in self.batches.pop(depth).groups:
                 group = self.groups[number]

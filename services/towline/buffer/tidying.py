@@ -13,7 +13,7 @@ from towline.buffer.groups import Group, Sample
 from towline.buffer.staleness import STALE, over_bound, unfit
 from towline.buffer.state import EQUAL_REWARDS
 from towline.buffer.view import Unit, View
-from towline.contract.control import CancelRecord, DropRecord, ReissueRecord
+from towline.contract.control import VERIFY_FAILED_ALL, CancelRecord, DropRecord, ReissueRecord
 
 DEADLINE, ATTEMPTS, VERSION_GONE, END_OF_RUN = "deadline", "attempts", "version_gone", "end_of_run"
 MAX_RESAMPLE_ROUNDS, MIN_BATCH_GROUPS = "max_resample_rounds", "min_batch_groups"
@@ -73,6 +73,9 @@ def _doomed(view: View) -> dict[int, str]:
     elif view.out_of_data and len(left) == len(state.open_train) and len(left) < rules.min_batch_groups:
         for number in left:
             reasons.setdefault(number, MIN_BATCH_GROUPS)
+    if view.unjudgeable:
+        for number in state.open_train:
+            reasons.setdefault(number, VERIFY_FAILED_ALL)
     if view.depth >= rules.steps:
         for number in state.open_train:
             reasons.setdefault(number, END_OF_RUN)

@@ -9,7 +9,7 @@ import xxhash
 from towline.buffer.limiter import Limiter, pacing
 from towline.buffer.rules import Rules
 from towline.buffer.state import State
-from towline.contract.control import Record
+from towline.contract.control import VERIFY_FAILED_ALL, Record
 from towline.environment.prompts import PromptSource, exhausted
 from towline.store.lineage import Lineage
 
@@ -64,15 +64,23 @@ class View:
         return 0 < rules.max_resample_rounds * rules.groups_per_batch <= self.state.resampled
 
     @property
+    def unjudgeable(self) -> bool:
+        """Whether the verifier failed on so many groups without a batch, and on nine of ten, that the run has no sense."""
+        failed = self.state.unjudged
+        return 0 < self.rules.max_failed_groups <= failed and failed >= 9 * len(self.state.complete)
+
+    @property
     def goal(self) -> str | None:
         """Why there's nothing left to train, or None: `steps`; `end_of_data` once all that was admitted is consumed; or
-        `max_resample_rounds` once what there was is."""
+        `max_resample_rounds` once what there was is; `verify_failed_all` where no verifier can judge what is generated."""
         if self.depth >= self.rules.steps:
             return "steps"
         if self.out_of_data and not self.state.open_train and self.depth >= self.state.next_depth:
             return "end_of_data"
         if self.resampled_out and not self.state.open_train and self.depth >= self.state.next_depth:
             return "max_resample_rounds"
+        if self.unjudgeable and not self.state.open_train and self.depth >= self.state.next_depth:
+            return VERIFY_FAILED_ALL
         return None
 
     @property
