@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 
 from live.worker.conftest import Start, start, world
-from live.worker.world import TOLERANCE, World
+from live.worker.world import CONTEXT, TOLERANCE, World
 from support.waiting import until
+from towline.bus.topology import PARTIAL
+from towline.contract.partial import decode_partial
 from towline.contract.task import SamplingParams
 from towline.contract.trajectory import Trajectory
 from towline.delta.state import ModelState
@@ -67,6 +70,41 @@ async def test_a_server_that_kept_old_weights_is_caught_before_it_advertises(
     assert ack.engine_digest == (digest_of(world.states[good]) if way == "loader" else None)
     await world.task(1, sampling=SamplingParams(max_tokens=30))
     check(await world.trajectory(1), good, world.models[good])
+
+
+async def test_what_an_sglang_worker_hands_over_another_engine_finishes(world: World, start: Start) -> None:
+    world.seed()
+    first = await start("a", engine="sglang", slots=4, partial_every_tokens=50, max_context_tokens=CONTEXT)
+    await world.served(0, "a", seconds=START_SECONDS)
+    await world.task(1, sampling=SamplingParams(max_tokens=1500))
+
+    async def stands(version: int) -> bool:
+        """A PARTIAL of tokens that the version sampled."""
+        message = await world.bus.last(PARTIAL, world.bus.topology.partial(1, 0))
+        spans = () if message is None else decode_partial(message.data).version_spans
+        return bool(spans) and spans[-1].version == version
+
+    await until(lambda: stands(0), 60.0)
+    newer = world.commit(1)
+    # Written while the stream that the activation cut was still underway.
+    await until(lambda: stands(newer), 60.0)
+    first.worker.drain()
+    assert await asyncio.wait_for(first.ended, 60.0) == "drained"
+    message = await world.bus.last(PARTIAL, world.bus.topology.partial(1, 0))
+    assert message is not None
+    partial = decode_partial(message.data)
+    assert partial.policy_tokens < 1500, "it had ended before it was handed over"
+
+    await start("b", max_context_tokens=CONTEXT)
+    trajectory = await world.trajectory(1, seconds=60.0)
+    assert (trajectory.engine, trajectory.policy_tokens, trajectory.finish) == ("torch", 1500, "length")
+    assert trajectory.tokens[: len(partial.tokens)].tolist() == partial.tokens.tolist()
+    spans = trajectory.version_spans
+    assert [span.version for span in spans] == [0, newer]
+    assert [spans[0].start, spans[0].end, spans[1].end] == [3, spans[1].start, 1503]
+    for span in spans:
+        expected = plain_logprobs(world.models[span.version], trajectory.tokens.tolist())[span.start - 1 : span.end - 1]
+        np.testing.assert_allclose(trajectory.logprobs[span.start : span.end], expected, rtol=0, atol=1e-4)
 
 
 def check(trajectory: Trajectory, version: int, model: Any) -> None:
