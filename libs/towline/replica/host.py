@@ -67,8 +67,8 @@ class HostCopies:
     def __init__(self, folder: Path, run: str) -> None:
         self.folder, self.run = folder, run
         folder.mkdir(parents=True, exist_ok=True)
-        self._verified: set[tuple[str, int, int]] = set()
-        self._bad: set[tuple[str, int, int]] = set()
+        self._verified: set[str] = set()
+        self._bad: set[str] = set()
 
     def record(self) -> HostRecord:
         return read_record(self.folder, self.run)
@@ -122,7 +122,7 @@ class HostCopies:
 
     def trust(self, record: CopyRecord) -> None:
         """This process has just made the file and verified every byte of it."""
-        self._verified.add(self._key(record))
+        self._verified.add(record.made)
 
     def drop(self, record: CopyRecord) -> bool:
         """Delete a copy that nobody uses; False where somebody does. The preparer's alone."""
@@ -163,7 +163,7 @@ class HostCopies:
             if copy.state == "changing":
                 _log.warning("copy_half_changed", file=copy.file, version=copy.version)
                 self.put_back(copy)
-            elif not self.path(copy).exists() or self._key(copy) in self._bad:
+            elif not self.path(copy).exists() or copy.made in self._bad:
                 self.drop(copy)
         named = self.record().files()
         for path in self.folder.iterdir():
@@ -171,25 +171,18 @@ class HostCopies:
                 path.unlink(missing_ok=True)
 
     def _verify(self, record: CopyRecord, path: Path, version: int) -> ModelState | None:
-        key = self._key(record)
-        if key in self._bad:
+        if record.made in self._bad:
             return None
         try:
             state = read_safetensors(path)
-            if key in self._verified or model_digest(tensor_digests(state)) == record.digest:
-                self._verified.add(key)
+            if record.made in self._verified or model_digest(tensor_digests(state)) == record.digest:
+                self._verified.add(record.made)
                 return state
         except CorruptError as error:
             _log.error("copy_unreadable", file=record.file, reason=error.message)
         _log.error("copy_corrupt", file=record.file, version=version)
-        self._bad.add(key)
+        self._bad.add(record.made)
         return None
-
-    def _key(self, record: CopyRecord) -> tuple[str, int, int]:
-        try:
-            return record.file, record.version, self.path(record).stat().st_ino
-        except FileNotFoundError:
-            return record.file, record.version, 0
 
 
 def version_entry(log: Log, version: int) -> BaseEntry | VersionEntry:

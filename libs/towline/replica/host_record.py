@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +36,8 @@ class CopyRecord(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     state: Literal["good", "changing"] = "good"
     undo: Undo | None = None
+    made: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
+    """No two makings have the same: what a process has found out about one doesn't hold for the next."""
 
 
 class HostRecord(msgspec.Struct, frozen=True, kw_only=True):

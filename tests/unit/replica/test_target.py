@@ -7,7 +7,7 @@ import pytest
 from towline.contract.entries import LogEntry
 from towline.errors import InvariantError
 from towline.replica.states import WAYS, StateMachine
-from towline.replica.target import EvalHolds, choose
+from towline.replica.target import EvalHolds, Subscription, choose
 from towline.store.lineage import Lineage
 from unit.store.entries import base, opened, quarantine, version
 
@@ -102,3 +102,27 @@ def test_a_state_is_reached_by_its_ways_alone() -> None:
         states.go(state)  # type: ignore[arg-type]
     assert not WAYS["draining"]
     assert all(way in WAYS for ways in WAYS.values() for way in ways)
+
+
+def test_a_pinned_replica_serves_its_version_on_the_line_or_not_and_no_other() -> None:
+    pinned = Subscription(pinned=3)
+    for serving in (None, 2, 3, 4):
+        assert choose(lineage(*LINE), serving, is_open=never, refused=(), subscription=pinned) == 3
+    assert choose(lineage(*FORK), 3, is_open=never, refused=(), subscription=pinned) == 3, "off the line"
+    assert choose(lineage(*LINE[:3]), None, is_open=never, refused=(), subscription=pinned) is None, "not there yet"
+    assert choose(lineage(*LINE), None, is_open=never, refused={3}, subscription=pinned) is None
+    assert choose(lineage(*LINE, quarantine(5, 2)), 3, is_open=never, refused=(), subscription=pinned) is None
+
+
+def test_one_that_may_be_behind_stays_until_too_much_is_above_it_and_then_goes_to_the_latest() -> None:
+    line = lineage(*LINE)
+
+    def chosen(serving: int | None, behind: int) -> int | None:
+        return choose(line, serving, is_open=never, refused=(), subscription=Subscription(behind=behind))
+
+    assert chosen(3, 1) == 3
+    assert chosen(2, 1) == 4
+    assert chosen(2, 2) == 2
+    assert chosen(0, 2) == 4
+    assert chosen(None, 2) == 4
+    assert choose(lineage(*FORK), 4, is_open=never, refused=(), subscription=Subscription(behind=5)) == 2, "a fork counts at once"
