@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -19,7 +20,7 @@ from live.buffer.harness import Fleet, Trainer, connected, records, seed, settin
 from support.waiting import until
 from towline.audit.run import audit
 from towline.bus.client import Bus
-from towline.bus.topology import STATUS
+from towline.bus.topology import LEASE_TTL_SECONDS, LEASES, STATUS
 from towline.config import BusSettings, Settings, StoreSettings
 from towline.contract.control import BatchRecord, EndRecord, WriterRecord
 from towline.store.log import Log
@@ -121,6 +122,44 @@ async def test_a_standby_waits_its_turn_and_hanging_states_have_a_name(
             assert await asyncio.wait_for(second.wait(), 10) == 0
         writers = [record for record in await records(bus) if isinstance(record, WriterRecord)]
     assert len(writers) == 2
+
+
+async def test_a_standby_is_alive_and_not_ready_and_takes_over_from_a_killed_one_when_its_lease_has_run_out(
+    run_name: str, bus_settings: BusSettings, file_store_settings: StoreSettings, tmp_path: Path
+) -> None:
+    settings = settings_for(run_name, bus_settings, file_store_settings)
+    config = write_toml(tmp_path / "run.toml", settings)
+    async with connected(settings) as (bus, objects), httpx.AsyncClient() as http:
+        await seed(objects, run_name)
+
+        async def probes(replica: str) -> tuple[int, int, str]:
+            port = (await status(bus, replica))["port"]
+            healthy = await http.get(f"http://127.0.0.1:{port}/healthz")
+            ready = await http.get(f"http://127.0.0.1:{port}/readyz")
+            return healthy.status_code, ready.status_code, ready.text
+
+        async def says(replica: str, reason: str) -> bool:
+            return str((await status(bus, replica)).get("reason", "")).startswith(reason)
+
+        async with buffer_process(config) as first:
+            await until(lambda: says("0", "no_trainer"))
+            async with buffer_process(config, "1"):
+                await until(lambda: says("1", "standby"))
+                alive, ready, why = await probes("1")
+                assert (alive, ready) == (200, 503)
+                assert "standby: buffer is held by buffer.0" in why
+                held = await bus.kv(LEASES).get("buffer")
+                first.kill()
+                await first.wait()
+                last = await bus.kv(LEASES).get("buffer")
+                await until(lambda: says("1", "no_trainer"), seconds=4 * LEASE_TTL_SECONDS)
+                assert (await probes("1"))[0] == 200
+        writers = [record for record in await records(bus) if isinstance(record, WriterRecord)]
+    assert held is not None
+    renewed = msgspec.json.decode(last or held)["at"]
+    assert len(writers) == 2
+    # Not while the killed one's lease stands (what it renewed last is its to the end), and not a lease later.
+    assert LEASE_TTL_SECONDS - 1 <= writers[1].at - renewed <= 2 * LEASE_TTL_SECONDS
 
 
 async def test_a_fault_in_the_prompts_is_one_line_and_exit_code_2(
