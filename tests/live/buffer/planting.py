@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from live.buffer.harness import Trainer, seed, trajectory_of
@@ -24,6 +25,7 @@ from towline.contract.control import (
     EvalRecord,
     EvalRow,
     ForkRecord,
+    OverStale,
     Record,
     TaskRecord,
     WriterRecord,
@@ -117,12 +119,12 @@ class Planted:
         )  # fmt: skip
         await self.bus.publish(self.bus.topology.score(row.group, row.sample), encode(score))
 
-    async def batch(self, epoch: int, depth: int, *groups: int, **change: Any) -> None:
+    async def batch(self, epoch: int, depth: int, *groups: int, over_stale: OverStale | None = None, **change: Any) -> None:
         """A batch of whole groups; `change` alters the first row."""
         rows = [self.rows[group, sample] for group in groups for sample in range(SIZE) if (group, sample) in self.rows]
         if change:
             rows[0] = replace(rows[0], **change)
-        record = BatchRecord(writer="", epoch=epoch, for_depth=depth, rows=tuple(rows), at=0.0)
+        record = BatchRecord(writer="", epoch=epoch, for_depth=depth, rows=tuple(rows), at=0.0, over_stale=over_stale or UNSET)
         self.sequences[epoch, depth] = await self.control(record)
 
     async def commit(self, epoch: int, base: int, depth: int, cursor: int | None = None) -> int:
