@@ -19,8 +19,8 @@ HELD_OUT_SHARE = 8
 SHOTS = 2
 WELL_FORMED_SHARE = 0.2
 """What an answer that is a number and a line break gets, right or wrong."""
-_LINE = re.compile(r"\s?(\d+)\n")
-_FIRST = re.compile(r"\s?(\d+)\b")
+_LINE = re.compile(r" ?(\d+)\n")
+_FIRST = re.compile(r" ?(\d+)\b")
 
 
 def train_prompts(tokenizer: Any, seed: int, low: int = 1, high: int = 40) -> PromptSource:

@@ -329,10 +329,11 @@ class Settings(_Section):
 
     @model_validator(mode="after")
     def _agree(self) -> Settings:
-        if self.buffer.over_stale == "keep" and self.trainer.correction == "none":
+        corrected = self.trainer.correction != "none" or self.trainer.loss == "decoupled_ppo"
+        if self.buffer.over_stale == "keep" and not corrected:
             raise ValueError(
-                "buffer.over_stale = 'keep' trains on samples over the bound: set trainer.correction (tis, icepop, "
-                "sequence_mask or module:name), or buffer.over_stale to another"
+                "buffer.over_stale = 'keep' trains on samples over the bound: set trainer.correction (tis, icepop, mask, "
+                "sequence_mask or module:name) or trainer.loss = 'decoupled_ppo', or buffer.over_stale to another"
             )
         if self.buffer.external_groups > self.buffer.groups_per_batch:
             raise ValueError("buffer.external_groups is more than buffer.groups_per_batch: it's a part of it")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from towline.config import Settings
 from towline.delta.state import ModelState
-from towline.errors import UsageError
+from towline.errors import InvariantError, UsageError
 from towline.learner import torch_checkpoint
 from towline.learner.base import StepReport, TrainBatch
 from towline.learner.corrections.base import Correction
@@ -175,6 +175,8 @@ class TorchLearner:
             return self._model.sequence_logprobs(tokens, None)
 
     def train(self, batch: TrainBatch) -> StepReport:
+        if batch.share is None and self._world.size > 1:
+            raise InvariantError("several ranks were each given a whole batch; they need their shares", code="share")
         share = batch.share or Share(mine=np.arange(batch.rows), advantages=batch.advantages, policy_tokens=batch.policy_tokens)
         kept = np.arange(share.advantages.size)
         if not (self._kl or self._entropy):

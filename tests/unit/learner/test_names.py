@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from towline.config import load_settings
+from towline.config import Settings, load_settings
 from towline.errors import UsageError
 from towline.learner.names import check_names
 from towline.learner.registry import ADVANTAGES, CORRECTIONS, LOSSES
@@ -71,6 +71,19 @@ def test_an_import_path_of_the_wrong_form_says_the_right_one(tmp_path: Path) -> 
     )
     with pytest.raises(UsageError, match=r"prompts\.source: write an import path as module:name"):
         load_settings(path)
+
+
+@pytest.mark.parametrize("correction", ["tis", "icepop", "mask", "sequence_mask"])
+def test_samples_over_the_bound_are_kept_with_a_correction_alone(tmp_path: Path, correction: str) -> None:
+    def settings(**trainer: Any) -> Settings:
+        tree = settings_for(tmp_path, **trainer).model_dump()
+        tree["buffer"] |= {"over_stale": "keep", "max_staleness": 1}
+        return Settings.model_validate(tree)
+
+    check_names(settings(correction=correction))
+    settings(loss="decoupled_ppo")
+    with pytest.raises(ValueError, match=r"set trainer\.correction \(tis, icepop, mask, sequence_mask or module:name\)"):
+        settings()
 
 
 def modules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
