@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 EXTRAS := torch,local,fast,checksums,plots,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-large soak lint clean bench-weights bench-activation sglang-venv demo-sglang test-sglang
+.PHONY: help setup demo test test-large soak lint clean bench-weights staleness-study bench-activation sglang-venv demo-sglang test-sglang
 
 help:
 	@echo "make setup   the virtual environment (the other targets call it; nothing to do: under a second)"
@@ -18,6 +18,7 @@ help:
 	@echo "make bench-weights   weight deltas on real optimiser steps, against others' ways (both cores idle; ARGS=--check)"
 	@echo "make bench-activation   what a new version costs a generating torch engine (two minutes, both cores idle; ARGS=--check)"
 	@echo "make test-large   a tensor of more than 4 GiB through files and the command (minutes, 10 GB of memory, 20 GB of disk)"
+	@echo "make staleness-study   reward against max_staleness, with and without correction: ten runs, a figure (ARGS='--seeds 2')"
 	@echo "make sglang-venv   an SGLang that serves on a CPU, in .venv-sglang (2.7 GB; on a GPU machine: pip install sglang)"
 	@echo "make demo-sglang   the demo with SGLang as its engine, on a CPU (STEPS=50)"
 	@echo "make test-sglang   the tests on real SGLang servers (minutes)"
@@ -43,6 +44,9 @@ bench-weights: $(VENV)/.stamp-bench
 
 bench-activation: setup
 	@$(BIN)/python -m loadtests.activation $(ARGS)
+
+staleness-study: setup
+	@$(BIN)/python -m examples.staleness $(ARGS)
 
 lint: setup
 	@$(BIN)/ruff check --quiet
