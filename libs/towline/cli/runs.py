@@ -29,6 +29,10 @@ def up(
     steps: Annotated[int | None, typer.Option(help="Instead of run.steps.")] = None,
     run: Annotated[str | None, typer.Option(help="Instead of run.name.")] = None,
     engine: Annotated[str | None, typer.Option(help="Instead of rollout.engine: torch, sglang or synthetic.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Instead of trainer.backend: torch or megatron.")] = None,
+    dp: Annotated[int | None, typer.Option(help="Instead of trainer.dp: data parallel ranks.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Instead of trainer.tp: tensor parallel ranks (megatron).")] = None,
+    pp: Annotated[int | None, typer.Option(help="Instead of trainer.pp: pipeline parallel ranks (megatron).")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any other setting.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -36,15 +40,16 @@ def up(
     from rich.console import Console
 
     from towline.config import load_settings
+    from towline.contract.control import VERIFY_FAILED_ALL
     from towline.local.cleanup import end_leftovers
     from towline.local.report import print_outcome
     from towline.local.run_directory import directory_of
     from towline.local.up import Interrupted, Up
-    from towline.contract.control import VERIFY_FAILED_ALL
 
     source = _one_path(toml, config)
     overrides = _overrides(settings or [])
     given = {"store.url": store, "run.steps": steps, "run.name": run, "rollout.engine": engine}
+    given |= {"trainer.backend": backend, "trainer.dp": dp, "trainer.tp": tp, "trainer.pp": pp}
     overrides |= {key: value for key, value in given.items() if value is not None}
     loaded = load_settings(source, overrides)
     directory = directory_of(loaded)
@@ -62,17 +67,17 @@ def up(
         print(json.dumps({"summary": finished.summary.plain(), "audit": finished.audit.as_dict()}))
     else:
         print_outcome(console, finished, directory)
-    if not finished.audit.clean:
-        raise TowlineError(
-            f"the audit found {len(finished.audit.violations)} violations; see `towline audit {loaded.run.name}`", code="audit"
-        )
-
     if finished.audit.end_reason == VERIFY_FAILED_ALL:
         raise TowlineError(
             f"reward.function failed on {loaded.reward.max_failed_groups} groups in a row, and the run ended; see `towline dead list "
             f"{loaded.run.name}`, put it right, then `towline run fork {loaded.run.name} --from latest` or begin another run",
             code=VERIFY_FAILED_ALL,
         )
+    if not finished.audit.clean:
+        raise TowlineError(
+            f"the audit found {len(finished.audit.violations)} violations; see `towline audit {loaded.run.name}`", code="audit"
+        )
+
 
 def down(target: Target, as_json: Json = False) -> None:
     """Stop a run and everything it has running on this machine; its data stays."""

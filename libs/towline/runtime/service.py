@@ -35,6 +35,8 @@ from towline.runtime.metrics import Metrics
 from towline.store.blobs import Blobs
 from towline.store.objects import ObjectStore, open_store
 
+PID_VARIABLE = "TOWLINE_PID"
+"""Set by a process that stands for this one to its supervisor (the launcher of a trainer's ranks): status names its pid."""
 STATUS_SECONDS = 1.0
 _CANCEL_SECONDS = 1.0
 _THREADS_SECONDS = 2.0
@@ -287,7 +289,7 @@ async def _tell_once(service: Service, port: int) -> None:
     status = {
         "service": service.name,
         "replica": service.replica,
-        "pid": os.getpid(),
+        "pid": int(os.environ.get(PID_VARIABLE, os.getpid())),
         "port": port,
         "ready": service.health.is_ready,
         "reason": service.health.reason,

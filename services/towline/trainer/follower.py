@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import structlog
 import uvloop
@@ -44,8 +44,8 @@ POLL_SECONDS = 0.5
 log_line = structlog.get_logger(__name__)
 
 
-def run_follower(config: Path, replica: str | None) -> int:
-    """The rank's whole life, from its settings to its exit code."""
+def run_follower(config: Path, replica: str | None) -> NoReturn:
+    """The rank's whole life, from its settings to the process's end."""
     name = replica or re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())
     rank, _ = place()
     # Whoever stops the trainer tells rank 0, which tells the others when it's done.
@@ -55,13 +55,20 @@ def run_follower(config: Path, replica: str | None) -> int:
         settings = load_settings(config)
         configure_logging(settings.service, service="trainer", replica=f"{name}.{rank}", run=settings.run.name)
     except TowlineError as error:
-        return exit_code(error)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        try:
-            runner.run(_follow(settings, name, rank))
-        except BaseException as error:  # noqa: BLE001  it ends here, as one line and a code
-            return exit_code(error)
-    return 0
+        exit_now(exit_code(error))
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    try:
+        runner.run(_follow(settings, name, rank))
+    except BaseException as error:  # noqa: BLE001  it ends here, as one line and a code
+        exit_now(exit_code(error))
+    exit_now(0)
+
+
+def exit_now(code: int) -> NoReturn:
+    """At once: a thread that waits for a rank that is gone would hold up the process's end, and the others with it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def end_with_parent() -> None:
@@ -72,7 +79,7 @@ def end_with_parent() -> None:
         while os.getppid() == parent:
             time.sleep(PARENT_POLL_SECONDS)
         print("stopped: the launcher of the ranks is gone", file=sys.stderr, flush=True)
-        os._exit(1)
+        exit_now(1)
 
     threading.Thread(target=watch, name="towline-parent", daemon=True).start()
 

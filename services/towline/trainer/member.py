@@ -139,9 +139,8 @@ class Member:
             error = raised
         await asyncio.to_thread(self._rows.agree, error)
         if place.peers.size > 1:
-            packed = msgspec.msgpack.encode(payloads) if place.leads else None
-            packed = await asyncio.to_thread(place.peers.broadcast, packed)
-            payloads = msgspec.msgpack.decode(packed, type=list[bytes | str])
+            packed = await asyncio.to_thread(place.peers.broadcast, _pack(payloads) if place.leads else None)
+            payloads = _unpack(packed)
         found: list[bytes | str] = [ELSEWHERE] * len(record.rows)
         for row, payload in zip(mine, payloads, strict=True):
             found[row] = payload
@@ -258,6 +257,16 @@ class Member:
     def _keep(self, for_depth: int, batch: Any) -> None:
         with self._lock:
             self._batches[for_depth] = batch
+
+
+def _pack(payloads: list[bytes | str]) -> bytes:
+    """Each row's (bytes, reason why there are none)."""
+    pairs = [(payload, "") if isinstance(payload, bytes) else (b"", payload) for payload in payloads]
+    return msgspec.msgpack.encode(pairs)
+
+
+def _unpack(packed: bytes) -> list[bytes | str]:
+    return [reason or payload for payload, reason in msgspec.msgpack.decode(packed, type=list[tuple[bytes, str]])]
 
 
 def _gathered(world: World, own: T, kind: Any) -> list[T]:

@@ -11,6 +11,7 @@ from towline.config import Settings
 from towline.delta.codec import warm_up
 from towline.runtime.service import Service
 from towline.store.objects import ObjectStore
+from towline.trainer.crew import Crew
 from towline.trainer.figures import Figures
 from towline.trainer.run import run_trainer
 
@@ -25,13 +26,18 @@ class TrainerService(Service):
         super().__init__(settings, bus=bus, objects=objects, replica=replica)
         self._figures = Figures()
         self._finished = False
+        # Before the lease is held: the other ranks are told to wait.
+        self._crew = Crew(settings, objects)
+        self._crew.begin()
 
     async def run(self) -> None:
         await asyncio.to_thread(warm_up)
         await run_trainer(
             self.settings, self.bus, self.objects, replica=self.replica, figures=self._figures, draining=self.draining,
-            tell=self._tell,
+            tell=self._tell, crew=self._crew,
         )  # fmt: skip
+        # After an error the others see this process end, and end too.
+        await asyncio.to_thread(self._crew.stop)
         self._finished = not self.draining.is_set()
 
     def figures(self) -> Mapping[str, Any]:

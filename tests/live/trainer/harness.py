@@ -115,13 +115,22 @@ def expected_digest(
     settings: Settings, model: Path, scratch: Path, depth: int, leave_out: dict[int, tuple[int, ...]] | None = None
 ) -> str:
     """The model digest after `depth` batches, by a learner that is driven directly."""
+    return model_digest(tensor_digests(expected_state(settings, model, scratch, depth, leave_out)))
+
+
+def expected_state(
+    settings: Settings, model: Path, scratch: Path, depth: int, leave_out: dict[int, tuple[int, ...]] | None = None
+) -> ModelState:
+    """The weights after `depth` batches, by a torch learner alone."""
+    alone = settings.trainer.model_copy(update={"backend": "torch", "dp": 1, "tp": 1, "pp": 1})
+    settings = settings.model_copy(update={"trainer": alone})
     folder = scratch / "expected"
     shutil.rmtree(folder, ignore_errors=True)
     convert_folder(model, folder, settings.model.publish_dtype)
     learner = TorchLearner(folder, settings, settings.run.seed)
     for step in range(depth):
         learner.train(pack_rows(step, learner_rows(step, (leave_out or {}).get(step, ()))))
-    return model_digest(tensor_digests(learner.state()))
+    return learner.state()
 
 
 @dataclass
