@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from towline.buffer.rules import Rules, rules_from
-from towline.buffer.tokenizer import prompt_tokenizer, stop_tokens
 from towline.buffer.view import Sources
 from towline.config import Settings, import_object
 from towline.environment.prompts import PromptSource
@@ -13,6 +12,7 @@ from towline.errors import TowlineError, UsageError
 from towline.store.log import Log
 from towline.store.objects import ObjectStore
 from towline.store.versions import base_files
+from towline.verifiers.model_tokenizer import prompt_tokenizer, stop_tokens
 
 EVAL_SEED = 1_000_003
 """Added to run.seed for the eval source, so that the two sources don't share an order by accident."""

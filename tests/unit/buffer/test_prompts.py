@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from towline.buffer.tokenizer import PlainTokenizer, prompt_tokenizer, stop_tokens
 from towline.contract.task import Cursor, PromptRef
 from towline.environment.prompts import Shuffled, draw, exhausted, jsonl
 from towline.errors import UsageError
+from towline.verifiers.model_tokenizer import PlainTokenizer, prompt_tokenizer, stop_tokens
 
 
 def numbers(length: int, *, seed: int = 1, epochs: int | None = None) -> Shuffled:
@@ -150,7 +150,7 @@ def test_the_buffer_starts_and_tokenizes_without_torch(model_files: dict[str, by
     (tmp_path / "tokenizer.json").write_bytes(model_files["tokenizer.json"])
     code = (
         "import sys, pathlib, towline.buffer.service\n"
-        "from towline.buffer.tokenizer import prompt_tokenizer\n"
+        "from towline.verifiers.model_tokenizer import prompt_tokenizer\n"
         f"data = pathlib.Path({str(tmp_path)!r}, 'tokenizer.json').read_bytes()\n"
         "assert prompt_tokenizer({'tokenizer.json': data}).encode('hello world') == [1, 2]\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"

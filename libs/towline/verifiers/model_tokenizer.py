@@ -1,6 +1,6 @@
-"""A base model's tokenizer for prompt sources, without torch: tokenizer.json as it is, and the chat template beside it.
+"""A base model's tokenizer for prompt sources and the gateway, without torch: tokenizer.json as it is, and the chat template beside it.
 
-It has what prompts need of a Hugging Face tokenizer. `transformers` isn't imported for it, since that imports torch.
+It has what they need of a Hugging Face tokenizer. `transformers` isn't imported for it, since that imports torch.
 """
 
 from __future__ import annotations
