@@ -310,6 +310,69 @@ class ServiceSettings(_Section):
     drain_seconds: Positive = 8.0
 
 
+class TenantSettings(_Section):
+    token: SecretStr
+    """The bearer token: at least 16 characters."""
+    requests_per_minute: Annotated[int, Field(ge=0)] = 0
+    """0: no limit."""
+    concurrent: Annotated[int, Field(ge=0)] = 0
+    """Requests at a time; 0: no limit."""
+
+    @field_validator("token")
+    @classmethod
+    def _long(cls, value: SecretStr) -> SecretStr:
+        if len(value.get_secret_value()) < 16:
+            raise ValueError("use at least 16 characters")
+        return value
+
+
+class GatewaySettings(_Section):
+    host: str = "127.0.0.1"
+    """Where the API listens; beyond loopback it needs tenants."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0: any free one; it's logged and stands in the status as `api_port`."""
+    tenants: dict[Annotated[str, Field(pattern=r"^[a-z0-9-]{1,32}$")], TenantSettings] = {}
+    """Who may send requests; none: anybody who reaches it, on loopback."""
+    tls_certificate: str = ""
+    """PEM files, both or neither: the API is served over TLS."""
+    tls_key: str = ""
+    replicas: Annotated[int, Field(ge=0)] = 0
+    """Gateway processes that `towline up` starts."""
+    doors: bool = False
+    """Rollout workers take requests from gateways; also where `replicas` > 0."""
+    reserved_slots: Annotated[int, Field(ge=0)] = 0
+    """Of each worker's slots: kept free of tasks, so that requests find room while the run trains."""
+    most_slots: Annotated[int, Field(ge=0)] = 0
+    """Of each worker's slots: what requests may take at a time; 0: all."""
+    waiting: Annotated[int, Field(ge=0)] = 256
+    """Requests that may wait at one worker for a slot; more are refused as busy."""
+    exact_hold_seconds: Annotated[float, Field(ge=0)] = 30.0
+    """A worker puts off a newer version so long for running requests of an exact one."""
+    chunk_tokens: Count = 16
+    """Tokens that a stream brings at a time."""
+    chunk_seconds: Annotated[float, Field(ge=0.5)] = 6.0
+    """Silence of a replica after which its requests go on elsewhere; it gives a sign of life three times in it."""
+    resume_seconds: Annotated[float, Field(ge=0)] = 30.0
+    """How long a request that lost its replica waits for another one that may go on with it."""
+    max_wait_seconds: Annotated[float, Field(ge=0)] = 120.0
+    """The most that `Prefer: wait=N` gets."""
+    max_body_bytes: Count = 4 << 20
+    max_choices: Count = 64
+    """Samples of one request: prompts times n."""
+    max_tokens: Annotated[int, Field(ge=0)] = 0
+    """The most that a request may ask for; 0: what the model's context has room for."""
+
+    @property
+    def opens_doors(self) -> bool:
+        return self.doors or self.replicas > 0
+
+    @model_validator(mode="after")
+    def _tls(self) -> GatewaySettings:
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            raise ValueError("tls_certificate and tls_key go together: set both or neither")
+        return self
+
+
 class Settings(_Section):
     """The whole file."""
 
@@ -325,6 +388,7 @@ class Settings(_Section):
     reward: RewardSettings
     trainer: TrainerSettings = TrainerSettings()
     publisher: PublisherSettings = PublisherSettings()
+    gateway: GatewaySettings = GatewaySettings()
     service: ServiceSettings = ServiceSettings()
 
     @model_validator(mode="after")

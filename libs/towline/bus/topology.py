@@ -136,6 +136,10 @@ class Topology:
     def dead(self, stage: str) -> str:
         return self.subject(f"dead.{stage}")
 
+    def serve(self, replica: str) -> str:
+        """Core NATS, no stream: requests to the replica's door; `.cancel` below it takes one back."""
+        return self.subject(f"serve.{replica}")
+
     # consumers
     def lane_consumer(
         self, lane: str, fleet_slots: int, version: int | None = None, ack_wait_seconds: float = ACK_WAIT_SECONDS

@@ -145,6 +145,11 @@ class Replica:
                 return False
         return True
 
+    def hold(self, version: int, until: float | None) -> None:
+        """Put off any newer version until then (monotonic clock); None: no longer."""
+        self._holds.keep(version, until)
+        self._news.set()
+
     # Which version
 
     def _on_entries(self, new: list[LogEntry]) -> None:

@@ -23,6 +23,11 @@ class EvalHolds:
         self._closed, self._issued = closed, issued
         self._known_at: dict[int, float] = {}
         self._served_at: dict[int, float] = {}
+        self._kept: tuple[int, float] | None = None
+
+    def keep(self, version: int, until: float | None) -> None:
+        """Requests of exactly this version run on it: it's held until then, evaluated or not; None: not any more."""
+        self._kept = None if until is None else (version, until)
 
     def know(self, version: int, now: float) -> None:
         """The LOG got the version while this replica followed it, or it is the latest at the start."""
@@ -38,6 +43,10 @@ class EvalHolds:
 
     def until(self, lineage: Lineage, version: int) -> float:
         """When the hold ends by itself; minus infinity where there is none."""
+        kept = self._kept[1] if self._kept is not None and self._kept[0] == version else -float("inf")
+        return max(kept, self._until_evaluated(lineage, version))
+
+    def _until_evaluated(self, lineage: Lineage, version: int) -> float:
         if self._every <= 0 or self._closed(version):
             return -float("inf")
         issued = self._issued(version)

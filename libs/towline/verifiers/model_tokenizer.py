@@ -1,4 +1,4 @@
-"""A base model's tokenizer for prompt sources and the gateway, without torch: tokenizer.json as it is, and the chat template beside it.
+"""A base model's tokenizer for prompt sources and the gateway, without torch: tokenizer.json and the chat template beside it.
 
 It has what they need of a Hugging Face tokenizer. `transformers` isn't imported for it, since that imports torch.
 """

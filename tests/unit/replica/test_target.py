@@ -126,3 +126,15 @@ def test_one_that_may_be_behind_stays_until_too_much_is_above_it_and_then_goes_t
     assert chosen(0, 2) == 4
     assert chosen(None, 2) == 4
     assert choose(lineage(*FORK), 4, is_open=never, refused=(), subscription=Subscription(behind=5)) == 2, "a fork counts at once"
+
+
+def test_requests_of_an_exact_version_hold_it_until_their_time_or_their_end() -> None:
+    line = lineage(*LINE)
+    found = holds(closed={2, 3, 4}, issued=set(), every=0)
+    found.keep(2, 100.0)
+    assert found.until(line, 2) == 100.0
+    assert choose(line, 2, is_open=lambda v: found.open(line, v, 99.0), refused=()) == 2
+    assert choose(line, 2, is_open=lambda v: found.open(line, v, 100.0), refused=()) == 4
+    assert choose(lineage(*FORK), 4, is_open=lambda v: found.open(line, v, 99.0), refused=()) == 2, "no hold off the line"
+    found.keep(2, None)
+    assert not found.open(line, 2, 99.0)
