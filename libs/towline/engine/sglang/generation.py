@@ -91,12 +91,13 @@ class Generations:
         reason = "lost"
         self._streams.add(run)
         try:
-            async for answer in self._server.client.generate(run.body(seeded=self._seeded)):
-                stream.feed(answer, unchanged=served.open.is_set() and served.label == stream.label)
-                if (ended := answer["meta_info"].get("finish_reason")) is None:
-                    run.tell()
-                else:
-                    reason = str(ended["type"]) if ended["type"] != "abort" else f"abort: {ended.get('message')}"
+            async with contextlib.aclosing(self._server.client.generate(run.body(seeded=self._seeded))) as answers:
+                async for answer in answers:
+                    stream.feed(answer, unchanged=served.open.is_set() and served.label == stream.label)
+                    if (ended := answer["meta_info"].get("finish_reason")) is None:
+                        run.tell()
+                    else:
+                        reason = str(ended["type"]) if ended["type"] != "abort" else f"abort: {ended.get('message')}"
         except UnavailableError:
             # The server's supervisor sees to it; until then each try ends here.
             await asyncio.sleep(_LOST_SECONDS)

@@ -66,7 +66,7 @@ class Supervisor:
         self._process = process = await ServerProcess.start(self._plan, folder, label, log=log, command_file=self._files.command)
         if self._client is not None:
             await self._client.close()
-        self._client = SglangClient(f"http://{HOST}:{process.port}", connections=self._plan.slots + 8)
+        self._client = SglangClient(f"http://{HOST}:{process.port}", streams=self._plan.slots)
         until = time.monotonic() + self._start_seconds
         while True:
             with contextlib.suppress(TowlineError):
