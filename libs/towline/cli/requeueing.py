@@ -80,16 +80,20 @@ async def requeued(bus: Bus) -> set[int]:
 
 
 def group_of(letter: Message, relative: Callable[[str], str]) -> int | None:
-    """The group that the letter is about, by the subject that it came from."""
+    """The group that the letter is about, by the subject that it came from; a worker's letters are tasks."""
     try:
         subject = json.loads(letter.headers.get("Towline-Context", "{}")).get("subject", "")
     except (ValueError, AttributeError):
         return None
     words = relative(str(subject)).split(".")
-    if words[0] == "trajectory" and len(words) == 3:
+    if words[0] in ("trajectory", "partial") and len(words) == 3:
         return parse_group(words[1])
     if words[0] == "outcome" and len(words) == 4:
         return parse_group(words[2])
+    if words[0] == "control":
+        with contextlib.suppress(MalformedError):
+            record = decode_control(letter.data)
+            return record.task.group if isinstance(record, TaskRecord | ReissueRecord) else None
     return None
 
 

@@ -85,6 +85,14 @@ class BatchRecord(ControlRecord, frozen=True, kw_only=True, tag="batch"):
     over_stale: OverStale | msgspec.UnsetType = msgspec.UNSET
     """Where no row is over the bound there is none."""
 
+    @property
+    def within_bound(self) -> tuple[BatchRow, ...]:
+        """The rows that hold no token over the bound: those whose staleness is the run's to bound."""
+        if not isinstance(self.over_stale, OverStale):
+            return self.rows
+        over = {item.row for item in self.over_stale.rows}
+        return tuple(row for place, row in enumerate(self.rows) if place not in over)
+
 
 class DropRecord(ControlRecord, frozen=True, kw_only=True, tag="drop"):
     """A group's samples end here, all of them, for a named reason. Final, also across forks."""

@@ -112,7 +112,7 @@ def summarise(run: str, log: Log, control: ControlFold, audit: AuditReport, book
     """`log` refreshed; `book` with every process's last figures."""
     lineage = log.lineage
     batches = control.lineage_batches(lineage)
-    rows = [(batch.for_depth, row) for batch in batches for row in batch.rows]
+    rows = [(batch.for_depth, row) for batch in batches for row in batch.within_bound]
     versions = [entry for entry in log.entries() if isinstance(entry, VersionEntry)]
     wall = max(book.wall_seconds, 1e-9)
     first, last = _rewards(control, batches)

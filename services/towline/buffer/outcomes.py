@@ -55,19 +55,23 @@ class Outcomes(Indexes):
             if offer is None:
                 self.offers[outcome.group] = Group(outcome.group, EXTERNAL, 0, math.inf, None, None, [])
             self.refused.setdefault(outcome.group, _FINAL.get(outcome.stage, "failed"))
-        elif offer is None and not 0 <= outcome.sample < outcome.group_size <= MAX_ATOMIC_MESSAGES:
+        elif (offer is None or not offer.size) and not 0 <= outcome.sample < outcome.group_size <= MAX_ATOMIC_MESSAGES:
             self.late += 1
         else:
+            size = outcome.group_size
             if offer is None or not offer.size:
-                offer = Group(outcome.group, EXTERNAL, outcome.group_size, math.inf, None, None, [None] * outcome.group_size)
-                self.offers[outcome.group] = offer
+                new = Group(outcome.group, EXTERNAL, size, math.inf, None, None, [None] * size)
+                if not _belongs(outcome, new):
+                    self.late += 1
+                    return
+                offer = self.offers[outcome.group] = new
             if not _belongs(outcome, offer) or not 0 <= outcome.sample < offer.size or offer.samples[outcome.sample] is not None:
                 self.late += 1
                 return
             offer.samples[outcome.sample] = Sample(0, 0, 0, 0, scored=scored_from(outcome))
             offer.scores += 1
-            if not math.isfinite(outcome.reward):
-                self.refused.setdefault(outcome.group, VERIFY_FAILED)
+            if (fault := _fault(outcome)) is not None:
+                self.refused.setdefault(outcome.group, fault)
 
     def _score(self, group: Group, sample: Sample, score: Score) -> None:
         sample.scored = scored_from(score)
@@ -79,8 +83,8 @@ class Outcomes(Indexes):
         self.stranded.pop((group.number, score.sample), None)
         self.lost.pop((group.number, score.sample), None)
         self.look_for_surplus(group, score.sample)
-        if not math.isfinite(score.reward):
-            self.doom(group, sample, VERIFY_FAILED)
+        if (fault := _fault(score)) is not None:
+            self.doom(group, sample, fault)
         elif group.version is not None and sample.scored.versions != (group.version,):
             self.doom(group, sample, "wrong_version")
         self.index_score(group, sample)
@@ -102,7 +106,17 @@ class Outcomes(Indexes):
 
 
 def _belongs(outcome: Outcome, group: Group) -> bool:
-    """Whether it says the group's lane (a failure of a trajectory that can't be read has none), and an external one's size."""
-    if group.is_external and isinstance(outcome, Score) and outcome.group_size != group.size:
+    """Whether it says the group's lane (a failure of a trajectory that can't be read has none); of an external group also its
+    size and no task."""
+    if group.is_external and isinstance(outcome, Score) and (outcome.group_size, outcome.task_sequence) != (group.size, 0):
         return False
     return outcome.lane in (group.lane, "")
+
+
+def _fault(score: Score) -> str | None:
+    """Why nobody could train on it, whatever its trajectory holds."""
+    if not math.isfinite(score.reward):
+        return VERIFY_FAILED
+    if not score.version_spans or any(span.end <= span.start for span in score.version_spans):
+        return _FINAL["malformed"]
+    return None

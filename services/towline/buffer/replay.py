@@ -13,6 +13,7 @@ from towline.bus.client import Bus
 from towline.bus.topology import CONTROL, OUTCOME
 from towline.bus.wire import Blobs
 from towline.contract.control import SnapshotRecord, decode_control
+from towline.contract.groups import is_external
 from towline.contract.outcome import decode_outcome
 from towline.errors import CorruptError, InvariantError, MalformedError, MissingError
 
@@ -65,7 +66,7 @@ def apply_outcome(state: State, data: bytes, sequence: int) -> str | None:
     """Take the outcome in; why not, where it can't be read."""
     try:
         outcome = decode_outcome(data)
-        if outcome.task_sequence > state.control_sequence:
+        if outcome.task_sequence > state.control_sequence and not is_external(outcome.group):
             state.outcome_sequence = sequence
             return UNKNOWN_TASK
         state.apply_outcome(outcome, sequence)

@@ -9,14 +9,16 @@ import msgspec
 import pytest
 
 from towline.buffer.decide import decide
-from towline.buffer.dump import Dump, dump, load
+from towline.buffer.dump import Dump, decode_state, dump, encode_state, load
 from towline.buffer.external import UNPACED
 from towline.buffer.figures import figures
 from towline.buffer.floors import floors
+from towline.buffer.replay import UNKNOWN_TASK, apply_outcome
 from towline.contract.codec import encode
 from towline.contract.control import AdmitRecord, BatchRecord, DropRecord, SnapshotRecord, TaskRecord, decode_control
 from towline.contract.groups import EXTERNAL
 from towline.contract.outcome import decode_outcome
+from towline.contract.task import VersionSpan
 from towline.errors import InvariantError
 from unit.buffer.world import World, kinds, only, started
 
@@ -145,7 +147,8 @@ def test_forged_and_repeated_outcomes_change_nothing() -> None:
     world.outcome(world.score(-1, 1, lane="train", task_sequence=0))  # a lane that isn't its own
     world.failed(-1, 1, "generate", lane=EXTERNAL, task_sequence=0)  # not final
     world.outcome(world.score(5, 0, lane=EXTERNAL, task_sequence=0))  # a number of the buffer's own
-    assert world.state.late == 8
+    world.outcome(world.score(-1, 1, lane=EXTERNAL, task_sequence=1))  # for a task
+    assert world.state.late == 9
     assert world.settle() == []
     world.offer(-1, 1, size=2)
     assert kinds(world.settle()) == ["admit", "admit"]
@@ -239,3 +242,45 @@ def test_a_whole_groups_admission_is_one_unit() -> None:
     assert [len(unit) for unit in decide(world.view)] == [5]
     world.rules = dataclasses.replace(world.rules, max_open_groups=2)
     assert decide(world.view) == []
+
+
+def test_a_size_that_nobody_can_mean_takes_no_memory_even_after_a_failure() -> None:
+    world = left_to_external()
+    world.failed(-1, 0, "malformed", final=True, lane="", task_sequence=0)
+    world.outcome(world.score(-1, 0, lane=EXTERNAL, group_size=1 << 60, task_sequence=0))
+    assert world.state.late == 1
+    world.settle()
+    assert turned_away(world) == [(-1, "malformed", 0, 0)]
+    assert dump(world.rebuilt()) == dump(world.state)
+
+
+def test_scores_without_tokens_are_refused_and_dont_stop_the_buffer() -> None:
+    world = left_to_external()
+    for spans in ((), (VersionSpan(4, 4, 0, "start"),)):
+        number = -1 - len(spans)
+        world.offer(number, spans=spans)
+        own = world.open_groups()[0]
+        world.outcome(world.score(own, 0, spans=spans))
+        world.settle()
+        assert (number, "malformed", 2, 0) in turned_away(world)
+        assert (own, "malformed") in world.drops()
+    assert dump(world.rebuilt()) == dump(world.state)
+
+
+def test_a_task_sequence_from_outside_cant_look_like_a_lost_control() -> None:
+    """Of the buffer's own groups, a score for a task that CONTROL hasn't means that CONTROL lost its tail."""
+    world = left_to_external()
+    forged = world.score(-1, 0, lane=EXTERNAL, task_sequence=10**9)
+    assert apply_outcome(world.state, encode(forged), 1) is None
+    assert world.state.late == 1
+    assert apply_outcome(world.state, encode(world.score(0, 0, task_sequence=10**9)), 2) == UNKNOWN_TASK
+
+
+def test_a_snapshot_of_a_release_without_external_groups_is_read() -> None:
+    world = left_to_external()
+    world.scored(0)
+    tree = msgspec.msgpack.decode(encode_state(world.state))
+    for new in ("offers", "refused", "closed_external", "turned_away", "requeued"):
+        del tree[new]
+    old = decode_state(msgspec.msgpack.encode(tree))
+    assert dump(old) == dump(world.state)
