@@ -102,7 +102,7 @@ def _point(batch: BatchAt) -> BatchPoint:
         at=batch.record.at,
         rows=len(rows),
         reward_mean=float(np.mean([row.reward for row in rows])) if rows else 0.0,
-        staleness=Counter(batch.record.for_depth - row.least_depth for row in rows),
+        staleness=Counter(batch.record.for_depth - row.least_depth for row in batch.record.within_bound),
         policy_tokens=sum(row.policy_tokens for row in rows),
     )
 

@@ -47,7 +47,7 @@ async def test_a_run_as_it_should_be_is_clean_and_counted(planted: Planted) -> N
         "run": "", "clean": True, "finished": True, "depth": 1, "versions": 2, "batches": 1, "rows_checked": 4, "rows_purged": 0,
         "purged": {"CONTROL": 0, "OUTCOME": 0, "TRAJECTORY": 0}, "batches_purged": 0,
         "samples": {"admitted": 6, "trained": 2, "evaluated": 2, "dropped": {"deadline": 2}, "open": 0}, "turned_away": {},
-        "staleness_max": 0, "over_stale": {"rows": 0, "tokens": 0, "max": 0},
+        "staleness_max": 0, "over_stale": {"rows": 0, "tokens": 0, "max": 0}, "end_reason": "steps",
         "violations": [],
     }  # fmt: skip
     assert json.loads(report.as_json()) == report.as_dict()
