@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from towline.cli import doctor, replay, report, runs, trace, trajectories, versions
+from towline.cli import doctor, fork, replay, report, runs, trace, trajectories, versions
 from towline.errors import TowlineError
 
 INTERRUPTED = 130
@@ -34,6 +34,7 @@ app.command("serve", context_settings={"allow_extra_args": False})(runs.serve)
 app.command("replay")(replay.replay)
 app.command("trace")(trace.trace)
 runs.app.command("report")(report.report)
+runs.app.command("fork")(fork.fork)
 app.add_typer(runs.app, name="run")
 app.add_typer(versions.app, name="versions")
 app.add_typer(trajectories.app, name="trajectories")

@@ -1,4 +1,4 @@
-"""`towline up|down|status|audit|serve` and `towline run list`."""
+"""`towline up|down|status|audit|serve` and `towline run list`; `run fork` is fork.py."""
 
 from __future__ import annotations
 

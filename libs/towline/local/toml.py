@@ -13,7 +13,11 @@ from towline.config import Settings
 
 def settings_toml(settings: Settings) -> str:
     """The whole of the settings, secrets in the clear: the file must be its owner's alone. None is left out, it has no TOML."""
-    tree = settings.model_dump()
+    return sections_toml(settings.model_dump())
+
+
+def sections_toml(tree: Mapping[str, Mapping[str, Any]]) -> str:
+    """Sections of keys as TOML, secrets in the clear. None is left out, it has no TOML."""
     return "\n".join(f"[{section}]\n{_table(values)}" for section, values in tree.items())
 
 
