@@ -33,6 +33,7 @@ def lose_tail(run: Field, spec: StreamSpec, folder: Path, steps: int = 2) -> Non
         shutil.copytree(folder, place)
 
 
+@pytest.mark.slow  # a smaller one of the kind: tests/live/buffer/test_regression.py
 @pytest.mark.parametrize("spec", [TRAJECTORY, OUTCOME], ids=lambda spec: spec.key)
 def test_what_a_lost_tail_held_is_had_again(zygote, tmp_path, spec):
     with field(zygote, tmp_path, run__steps=16, buffer__max_staleness=2, **FAULTY) as run:

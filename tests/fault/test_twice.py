@@ -36,7 +36,7 @@ def with_other_content(data: bytes, spec: StreamSpec) -> bytes:
     return encode_trajectory(replace(trajectory, tokens=tokens))
 
 
-@pytest.mark.parametrize("again", [as_it_was, with_other_content])
+@pytest.mark.parametrize("again", [pytest.param(as_it_was, marks=pytest.mark.slow), with_other_content])
 def test_every_message_that_stands_twice_counts_once(zygote, tmp_path, again):
     """As from streams of several sites, or from a publisher whose message id the server has forgotten: no create-only."""
 
