@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -34,7 +35,7 @@ class Broken:
     """`kind` loss: a value that is NaN. gradient: a finite value whose gradient is infinite. overflow: finite gradients whose
     norm isn't. none: sound. The `first` calls are sound, and those after `first` + `last` are again."""
 
-    kind: str
+    kind: str = "none"
     first: int = 0
     last: int = 1_000_000
     calls: list[int] = field(default_factory=list)
@@ -54,3 +55,15 @@ class Broken:
             elif self.kind == "gradient":
                 values = values + torch.sqrt(inputs.logprobs - inputs.logprobs.detach())
         return _terms(values)
+
+
+@dataclass
+class BrokenOnRank(Broken):
+    """`Broken`, on one rank of the world alone."""
+
+    rank: int = 0
+    kind: str = "loss"
+
+    def __post_init__(self) -> None:
+        if int(os.environ.get("RANK", "0")) != self.rank:
+            self.kind = "none"
