@@ -17,7 +17,15 @@ import numpy as np
 
 from towline.contract.task import Cut, VersionSpan
 from towline.delta.state import ModelState
-from towline.engine.base import Activation, ActivationMode, GenerateRequest, Generation, GenerationFinish, token_budget
+from towline.engine.base import (
+    Activation,
+    ActivationMode,
+    GenerateRequest,
+    Generation,
+    GenerationFinish,
+    Progress,
+    token_budget,
+)
 from towline.engine.sampling import seed_word, uniforms
 from towline.errors import EngineError
 
@@ -36,6 +44,8 @@ class _Running:
     """Tokens so far; fractions carry over between ticks."""
     stopped: bool = False
     cuts: list[VersionSpan] = field(default_factory=list)
+    told: int = 0
+    """Tokens that on_progress was last called with."""
 
 
 class SyntheticEngine:
@@ -155,11 +165,26 @@ class SyntheticEngine:
                         self._finish(running, None)
                     elif running.done >= running.length:
                         self._finish(running, "stop" if running.stopped else "length")
+                    else:
+                        self._tell(running)
                 await asyncio.sleep(0 if math.isinf(share) else _TICK_SECONDS)
             else:
                 self._wake.clear()
                 await self._wake.wait()
                 last = time.perf_counter()
+
+    def _tell(self, running: _Running) -> None:
+        request = running.request
+        if request.on_progress is None or int(running.done) < running.told + request.progress_every:
+            return
+        running.told = int(running.done)
+        so_far = self._generation(running, "abort")
+        request.on_progress(
+            Progress(
+                tokens=so_far.tokens, logprobs=so_far.logprobs, spans=so_far.spans, queue_seconds=so_far.queue_seconds,
+                generate_seconds=so_far.generate_seconds,
+            )
+        )  # fmt: skip
 
     def _admit(self) -> None:
         if self._draining or self._paused:

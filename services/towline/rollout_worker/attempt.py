@@ -77,7 +77,11 @@ class Bench:
     figures: WorkerFigures
     pace: Pace
     busy: Callable[[], int]
-    """How many attempts there are."""
+    """How many slots are taken, by attempts and by requests."""
+    reserved: Callable[[], int] = lambda: 0
+    """Slots that requests have, or that are kept for them."""
+    freed: Callable[[], None] = lambda: None
+    """Called when an attempt has ended."""
     suspects: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a task runs that has been begun SUSPECT_STARTS times."""
 

@@ -117,16 +117,20 @@ class Intake:
 
     async def _free_slots(self) -> int:
         """Waits for one; where few are free, a moment for more."""
-        pace = self._bench.pace
-        if pace.limit - self.busy < max(pace.limit // 4, 1):
+        pace, reserved = self._bench.pace, self._bench.reserved
+        if pace.limit - self.busy - reserved() < max(pace.limit // 4, 1):
             self._freed.clear()
-            while self.busy >= pace.limit and not self._closing:
+            while self.busy + reserved() >= pace.limit and not self._closing:
                 await self._freed.wait()
                 self._freed.clear()
             await asyncio.sleep(_GATHER_SECONDS)
         if self._broken is not None:
             raise self._broken
-        return max(pace.limit - self.busy, 0)
+        return max(pace.limit - self.busy - reserved(), 0)
+
+    def wake(self) -> None:
+        """A slot came free that no attempt had."""
+        self._freed.set()
 
     async def _eval_consumer(self, version: int) -> Consumer:
         if self._eval is None or self._eval[0] != version:
@@ -174,6 +178,7 @@ class Intake:
         self._runners.discard(runner)
         del self._attempts[sequence]
         self._freed.set()
+        self._bench.freed()
         if not runner.cancelled() and (error := runner.exception()) is not None:
             _log.error("attempt_broke", task_sequence=sequence, exc_info=error)
             self._broken = error

@@ -16,6 +16,7 @@ from towline.engine.base import Engine
 from towline.environment.base import Environment, environment_factory
 from towline.errors import UnavailableError
 from towline.replica.control import ControlFeed
+from towline.replica.door import Door
 from towline.replica.replica import Replica
 from towline.rollout_worker.attempt import Bench, WorkerFigures
 from towline.rollout_worker.intake import Intake
@@ -42,13 +43,19 @@ class Worker:
         self._pace = Pace(engine.slots, settings.rollout.queue_seconds)
         self.replica = Replica(
             name=name, bus=bus, objects=objects, log=Log(objects, settings.run.name), engine=engine, settings=settings,
-            feed=self._feed, folder=folder, busy=lambda: self._intake.busy,
+            feed=self._feed, folder=folder, busy=lambda: self.busy,
         )  # fmt: skip
+        self._door = Door(
+            bus=bus, engine=engine, replica=self.replica, settings=settings.gateway, others=lambda: self._intake.busy,
+            freed=lambda: self._intake.wake(),
+        ) if settings.gateway.opens_doors else None  # fmt: skip
+        door = self._door
         self._intake = Intake(
             Bench(
                 bus=bus, settings=settings, engine=engine, replica=self.replica, feed=self._feed,
                 environment=_environments(settings, objects), change=self._change, figures=self.figures,
-                pace=self._pace, busy=lambda: self._intake.busy,
+                pace=self._pace, busy=lambda: self.busy,
+                reserved=(lambda: door.taken) if door else lambda: 0, freed=door.let_in if door else lambda: None,
             )
         )  # fmt: skip
         self._feed.on_cancel = lambda sequence: self._intake.interrupt(sequence, "cancelled")
@@ -57,7 +64,7 @@ class Worker:
 
     @property
     def busy(self) -> int:
-        return self._intake.busy
+        return self._intake.busy + (self._door.busy if self._door is not None else 0)
 
     @property
     def not_ready(self) -> str | None:
@@ -78,7 +85,7 @@ class Worker:
             asyncio.create_task(part, name=name)
             for name, part in (
                 ("feed", self._feed.run()), ("replica", self.replica.run()), ("intake", self._intake.run()),
-                ("engine-watch", self._watch_engine()),
+                ("engine-watch", self._watch_engine()), *((("door", self._door.run()),) if self._door is not None else ()),
             )
         ]  # fmt: skip
         ended: asyncio.Task[Any]
@@ -90,6 +97,8 @@ class Worker:
                     part.result()
             self._intake.close()
             self.replica.drain()
+            if self._door is not None:
+                self._door.close()
             if ended.done():
                 ended.result()
                 _log.info("run_ended", trajectories=self.figures.trajectories)
@@ -104,6 +113,8 @@ class Worker:
                 await self._intake.settled(HAND_OVER_SECONDS)
             return "drained"
         finally:
+            if self._door is not None and self._draining.is_set():
+                await self._door.settled(LEAVE_SECONDS)
             await _cancelled(*parts, *ends)
             await self._engine.stop()
             with contextlib.suppress(TimeoutError):
@@ -134,12 +145,15 @@ class Worker:
             "prepare_seconds": replica.figures.prepare_seconds,
             "pause_seconds": replica.figures.pause_seconds,
             "wire_bytes": replica.figures.wire_bytes,
+            "requests": {} if self._door is None else self._door.report(),
             "failed_versions": {str(number): why for number, why in replica.figures.failed.items()},
         }
 
     def _on_change(self) -> None:
         self._change.notify()
         self._intake.review()
+        if self._door is not None:
+            self._door.review()
 
     async def _until_ended(self) -> None:
         """Until an `end` record stands after which the run didn't go on."""
