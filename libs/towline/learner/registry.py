@@ -9,7 +9,7 @@ from towline.errors import UsageError
 
 BACKENDS = {
     "torch": "towline.learner.torch_backend:TorchLearner",
-    "megatron": "towline.learner.megatron.learner:MegatronLearner",
+    "megatron": "towline.learner.megatron.backend:MegatronLearner",
 }
 LOSSES = {
     "grpo": "towline.learner.losses.grpo:GRPO",

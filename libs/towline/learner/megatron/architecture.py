@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,11 +124,17 @@ def check_parallel(architecture: Architecture, trainer: TrainerSettings) -> None
 
 def transformer_config(architecture: Architecture, trainer: TrainerSettings) -> TransformerConfig:
     """Megatron-Core's configuration. Fused kernels are off: they need CUDA, Apex or Transformer Engine."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about defaults of its own
+        return TransformerConfig(**_arguments(architecture, trainer))
+
+
+def _arguments(architecture: Architecture, trainer: TrainerSettings) -> dict[str, Any]:
     dtype = DTYPES[trainer.dtype]
     recompute: dict[str, Any] = (
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if trainer.recompute else {}
     )
-    return TransformerConfig(
+    return dict(
         num_layers=architecture.layers,
         hidden_size=architecture.hidden,
         ffn_hidden_size=architecture.intermediate,
