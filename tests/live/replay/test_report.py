@@ -57,8 +57,8 @@ async def test_its_numbers_are_those_of_the_summary_and_the_tables(ran: Ran):
     assert dict(history.drops) == summary["samples"]["dropped"]
     assert (history.evals[0][1], history.evals[-1][1]) == (summary["reward_first"], summary["reward_last"])
     assert len(history.versions) == summary["versions_committed"]
-    table = parquet.read_table(ran.bundle / "parquet" / "trajectories.parquet").to_pylist()
-    scored = [row for row in table if row["lane"] == "train" and row["reward"] is not None]
+    table = parquet.read_table(ran.bundle / "parquet" / "outcomes.parquet").to_pylist()
+    scored = [row for row in table if row["lane"] == "train" and row["kind"] == "score"]
     assert len(history.scores) == len(scored)
     assert sum(score.policy_tokens for score in history.scores) == sum(row["policy_tokens"] for row in scored)
     lags = [score.lag for score in history.scores]
