@@ -4,8 +4,10 @@ samples_per_second      outcome bytes to batch record, decoding included, on one
 open_megabytes          resident memory that N open groups take, half of the samples scored (target: under 500 for 100,000)
 replay_seconds          those groups' state from their records' bytes, in memory
 snapshot_*              the same state as a snapshot: size, time to write, time to read
-rebuild_seconds         the same from a real nats-server: every record of CONTROL (target: under 30)
-rebuild_snapshot_seconds   and from a snapshot with CONTROL's tail
+rebuild_seconds         the same from a real nats-server: every record of CONTROL and every score of OUTCOME (target: under 30)
+rebuild_cpu_seconds     of this process: what it takes where nothing else wants the core
+read_cpu_seconds        of those, reading the two streams; the rest is decoding and applying
+rebuild_snapshot_seconds   and from a snapshot that covers CONTROL, and OUTCOME
 """
 
 from __future__ import annotations
@@ -24,17 +26,18 @@ from typing import Any
 
 import msgspec
 import psutil
+import uvloop
 from msgspec.structs import replace
 
 from towline.buffer.decide import decide
 from towline.buffer.dump import decode_state, encode_state
-from towline.buffer.replay import rebuild
+from towline.buffer.replay import read_outcomes, rebuild
 from towline.buffer.rules import Rules
 from towline.buffer.state import State
 from towline.buffer.view import Sources, View
 from towline.bus.client import Bus
 from towline.bus.control_log import ControlLog
-from towline.bus.topology import Topology
+from towline.bus.topology import CONTROL, MAX_ATOMIC_MESSAGES, OUTCOME, Topology
 from towline.config import BusSettings, StoreSettings
 from towline.contract.codec import digest, encode
 from towline.contract.control import BatchRecord, Record, SnapshotRecord, decode_control
@@ -145,7 +148,7 @@ def write(groups: int, group_size: int, path: Path) -> None:
     path.write_bytes(encode(Written(records, scores)))
 
 
-def memory(groups: int, group_size: int) -> tuple[dict[str, float], Run, list[tuple[str, bytes]]]:
+def memory(groups: int, group_size: int) -> tuple[dict[str, float], Run, Written]:
     """The written streams, replayed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run"
@@ -174,7 +177,7 @@ def memory(groups: int, group_size: int) -> tuple[dict[str, float], Run, list[tu
         "groups": groups, "group_size": group_size, "open_megabytes": round(used / 1e6), "replay_seconds": round(replay, 2),
         "snapshot_megabytes": round(len(snapshot) / 1e6), "snapshot_write_seconds": round(wrote, 2),
         "snapshot_read_seconds": round(time.process_time() - begun, 2),
-    }, run, written.records  # fmt: skip
+    }, run, written  # fmt: skip
 
 
 def subject(record: Record, topology: Topology) -> str:
@@ -183,9 +186,9 @@ def subject(record: Record, topology: Topology) -> str:
     return subject_of(record, topology)
 
 
-async def from_nats(folder: Path, records: list[tuple[str, bytes]], run: Run) -> dict[str, float]:
+async def from_nats(folder: Path, written: Written, run: Run) -> dict[str, float]:
     """Append everything, rebuild from the whole stream, then again with a snapshot."""
-    name = f"load-{secrets.token_hex(3)}"
+    name, records = f"load-{secrets.token_hex(3)}", written.records
     server = NatsServer(folder / "nats", max_store_bytes=8 << 30)
     await asyncio.to_thread(server.start)
     blobs = Blobs(open_store(StoreSettings(url=(folder / "store").as_uri())), name)
@@ -196,25 +199,46 @@ async def from_nats(folder: Path, records: list[tuple[str, bytes]], run: Run) ->
         begun = time.monotonic()
         await pen.append([(f"towline.{name}.{old.partition('.load.')[2]}", data) for old, data in records])
         append = time.monotonic() - begun
-        begun = time.monotonic()
+        await publish_scores(bus, written.scores)
+        used = time.process_time()
+        count = 0
+        for spec in (CONTROL, OUTCOME):
+            async for _ in bus.read(spec, follow=False):
+                count += 1
+        assert count == len(records) + len(written.scores)
+        read = time.process_time() - used
+        begun, used = time.monotonic(), time.process_time()
         state = await rebuild(bus, blobs)
-        whole = time.monotonic() - begun
+        await read_outcomes(bus, state)
+        whole, cpu = time.monotonic() - begun, time.process_time() - used
         assert len(state.open_train) == len(run.state.open_train)
-        run.state.control_sequence = state.control_sequence
+        assert state.scored_samples == len(written.scores)
         record = SnapshotRecord(
-            writer="w/2", blob=blobs.put(encode_state(run.state)), covers=state.control_sequence, outcome_cursor=0
+            writer="w/2",
+            blob=blobs.put(encode_state(state)),
+            covers=state.control_sequence,
+            outcome_cursor=state.outcome_sequence,
         )
         await pen.append([(bus.topology.control("snapshot"), encode(record))])
         begun = time.monotonic()
         again = await rebuild(bus, blobs)
+        await read_outcomes(bus, again)
         assert len(again.open_train) == len(state.open_train)
         return {
             "append_per_second": round(len(records) / append), "rebuild_seconds": round(whole, 2),
+            "rebuild_cpu_seconds": round(cpu, 2), "read_cpu_seconds": round(read, 2),
             "rebuild_snapshot_seconds": round(time.monotonic() - begun, 2),
         }  # fmt: skip
     finally:
         await bus.close()
         await asyncio.to_thread(server.stop)
+
+
+async def publish_scores(bus: Bus, scores: list[bytes]) -> None:
+    """As reward does for a group verifier: atomic batches, each score create-only."""
+    for start in range(0, len(scores), MAX_ATOMIC_MESSAGES):
+        part = [(decode_outcome(data), data) for data in scores[start : start + MAX_ATOMIC_MESSAGES]]
+        await bus.create_all([(bus.topology.score(score.group, score.sample), data) for score, data in part])
 
 
 def main() -> None:
@@ -228,10 +252,10 @@ def main() -> None:
         write(given.groups, given.group_size, given.write)
         return
     found: dict[str, float] = throughput(given.group_size)
-    held, run, records = memory(given.groups, given.group_size)
+    held, run, written = memory(given.groups, given.group_size)
     found |= held
     if given.nats is not None:
-        found |= asyncio.run(from_nats(given.nats, records, run))
+        found |= uvloop.run(from_nats(given.nats, written, run))
     print(json.dumps(found))
 
 
