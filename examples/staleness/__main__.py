@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 def main(
     seeds: Annotated[int, typer.Option(help="Seeds 0 to N - 1: each is ten runs of about a minute on two cores.")] = 1,
-    steps: Annotated[int, typer.Option(help="Batches a run.")] = 50,
+    steps: Annotated[int, typer.Option(help="Batches a run.")] = 40,
     limit: Annotated[int, typer.Option(help="At most so many runs now; the next call goes on.")] = 1_000,
     directory: Annotated[str, typer.Option(help="Where the runs lie.")] = "runs",
 ) -> None:
@@ -33,13 +33,15 @@ def main(
     wanted = {cell.name: results[cell.name] for cell in cells if cell.name in results}
     for line in table(cells, wanted):
         typer.echo(line)
+    if wanted:
+        draw(wanted, path.with_name("staleness.png"))
+        typer.echo(f"figure: {path.with_name('staleness.png')}")
     if missing(cells, results):
         typer.echo(f"{len(missing(cells, results))} runs are missing; the same command goes on")
         return
-    draw(wanted, path.with_name("staleness.png"))
     shutil.copyfile(path.with_name("staleness.png"), HERE / "staleness.png")
     _write(HERE / "results.json", wanted)
-    typer.echo(f"figure: {path.with_name('staleness.png')}, and a copy in {HERE}")
+    typer.echo(f"the study is whole: figure and results are in {HERE}")
 
 
 def table(cells: list[Cell], results: dict[str, Any]) -> list[str]:

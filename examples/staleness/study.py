@@ -57,7 +57,7 @@ class Cell:
 
 def grid(seeds: Iterable[int]) -> list[Cell]:
     """Every run, a seed's all before the next seed's, so that a study that is cut short has whole seeds."""
-    return [Cell(seed, bound, correction) for seed in seeds for bound in STALENESS for correction in CORRECTIONS]
+    return [Cell(seed, bound, correction) for seed in seeds for correction in CORRECTIONS for bound in STALENESS]
 
 
 def missing(cells: Iterable[Cell], results: dict[str, Any]) -> list[Cell]:

@@ -54,10 +54,10 @@ def test_the_study_goes_on_where_it_was_cut_short(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(command, "run", run)
     (tmp_path / "here").mkdir()
     monkeypatch.setattr(command, "HERE", tmp_path / "here")
+    pytest.importorskip("matplotlib")
     command.main(seeds=1, steps=12, limit=3, directory=str(tmp_path))
     assert len(done) == 3
     assert not list((tmp_path / "here").iterdir())
-    pytest.importorskip("matplotlib")
     command.main(seeds=1, steps=12, limit=100, directory=str(tmp_path))
     assert len(done) == len(set(done)) == 10
     assert (tmp_path / "here" / "staleness.png").read_bytes().startswith(b"\x89PNG")
