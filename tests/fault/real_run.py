@@ -35,6 +35,8 @@ TINY = {
     "eval.prompts": "8",
     "model.arguments": "{layers = 1, hidden = 32, warm_up_steps = 5}",
     "publisher.anchor_every": "8",
+    "reward.ack_wait_seconds": "4",
+    "rollout.ack_wait_seconds": "5",
     "rollout.slots": "32",
     "trainer.checkpoint_every": "2",
 }
