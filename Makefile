@@ -4,10 +4,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
-EXTRAS := torch,local,fast,checksums,plots,dev
+EXTRAS := torch,megatron,local,fast,checksums,plots,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-large soak lint clean bench-weights staleness-study bench-activation sglang-venv demo-sglang test-sglang
+.PHONY: help setup demo test test-large soak lint clean bench-weights staleness-study bench-activation sglang-venv demo-sglang test-sglang test-megatron
 
 help:
 	@echo "make setup   the virtual environment (the other targets call it; nothing to do: under a second)"
@@ -22,6 +22,7 @@ help:
 	@echo "make sglang-venv   an SGLang that serves on a CPU, in .venv-sglang (2.7 GB; on a GPU machine: pip install sglang)"
 	@echo "make demo-sglang   the demo with SGLang as its engine, on a CPU (STEPS=50)"
 	@echo "make test-sglang   the tests on real SGLang servers (minutes)"
+	@echo "make test-megatron   Megatron-Core over two and four ranks, on this machine's CPUs (minutes)"
 	@echo "make clean   remove caches and runs/; .venv stays"
 
 setup: $(STAMP)
@@ -84,6 +85,9 @@ demo-sglang: setup sglang-venv
 
 test-sglang: setup sglang-venv
 	@$(BIN)/pytest --quiet -m sglang tests/sglang
+
+test-megatron: setup
+	@$(BIN)/pytest --quiet -m megatron tests/megatron
 
 clean:
 	@rm -rf runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
