@@ -6,6 +6,7 @@ place: the deltas are applied to the one copy, each block's old values in the un
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -18,7 +19,7 @@ import structlog
 from towline import faults
 from towline.contract.entries import VersionEntry
 from towline.delta.applier import apply_parts
-from towline.delta.files import write_safetensors
+from towline.delta.files import read_safetensors, write_safetensors
 from towline.delta.state import ModelState, model_digest
 from towline.errors import CorruptError, FullError, MissingError, TowlineError, UnavailableError, UsageError
 from towline.replica.host import (
@@ -33,7 +34,6 @@ from towline.replica.host import (
 )
 from towline.replica.host_record import CopyRecord, Undo, lock
 from towline.replica.journal import UndoJournal
-from towline.store.anchors import read_anchor
 from towline.store.log import Log
 from towline.store.materialize import entry_manifest, materialize
 from towline.store.objects import ObjectStore
@@ -108,11 +108,10 @@ class CopyMaker:
         return self._beside(log, version, room)
 
     def _room(self, log: Log) -> int | None:
-        """How many copies the budget holds; None without a budget."""
-        if not self._budget_bytes:
+        """How many copies the budget holds; None without a budget, or while nobody here knows the model's size."""
+        size = self._size(log)
+        if not self._budget_bytes or not size:
             return None
-        latest = version_entry(log, log.lineage.latest)
-        size = latest.model_bytes if isinstance(latest, VersionEntry) else read_anchor(self._objects, log.run, 0).nbytes
         room = self._budget_bytes // size
         if room < 1 + self._keeps:
             what = "no copy" if not room else "one copy, and this engine needs a second one to restart from,"
@@ -122,6 +121,16 @@ class CopyMaker:
                 code="copy_budget",
             )
         return room
+
+    def _size(self, log: Log) -> int:
+        """Bytes of weights in a copy: as a version's entry says, or measured on a copy; 0 where there is neither."""
+        latest = version_entry(log, log.lineage.latest)
+        if isinstance(latest, VersionEntry):
+            return latest.model_bytes
+        for copy in self._host.record().copies:
+            with contextlib.suppress(MissingError, CorruptError):
+                return sum(tensor.spec.nbytes for tensor in read_safetensors(self._host.path(copy)).values())
+        return 0
 
     # Beside
 

@@ -283,6 +283,18 @@ def test_what_nobody_knows_of_is_cleared_away(host: Host) -> None:
     assert host.files("*") == ["copies.json", "preparer.lock", "v00000000.safetensors", f"v{host.versions[0]:08d}.safetensors"]
 
 
+def test_a_budget_holds_before_there_is_a_version_after_the_base_model(tmp_path: Path) -> None:
+    world = World(None, tmp_path, RUN)  # type: ignore[arg-type]
+    world.seed()
+    size = sum(tensor.spec.nbytes for tensor in world.states[0].values())
+    for budget, in_place in ((size, True), (2 * size, False)):
+        maker = CopyMaker(HostCopies(tmp_path / "host", RUN), world.objects, budget_bytes=budget, threads=1, keeps=False)
+        assert maker.take(world.log, 0).in_place == in_place
+    small = CopyMaker(HostCopies(tmp_path / "host", RUN), world.objects, budget_bytes=size - 1, threads=1, keeps=False)
+    with pytest.raises(UsageError, match=rf"set it to {size} or more"):
+        small.take(world.log, 0)
+
+
 def test_a_budget_without_room_says_what_it_takes(host: Host) -> None:
     small = CopyMaker(HostCopies(host.folder, RUN), host.world.objects, budget_bytes=host.size - 1, threads=1, keeps=False)
     with pytest.raises(UsageError, match=rf"set it to {host.size} or more"):
