@@ -96,7 +96,6 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     at: float
     subscription: Literal["latest", "pinned", "behind", "canary"] = "latest"
-    started_at: float = 0.0
     failed: dict[int, str] = {}
     """Versions that it couldn't serve, and why."""
 

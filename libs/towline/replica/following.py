@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable
 
 import structlog
 
@@ -14,11 +13,11 @@ from towline.bus.client import Bus
 from towline.bus.topology import ACKS, REPLICAS
 from towline.contract.entries import LogEntry
 from towline.contract.policy import decode_ack, decode_replica
-from towline.errors import MalformedError, UnavailableError
+from towline.errors import UnavailableError
 from towline.replica.canary import CanaryWatch
+from towline.replica.fleet import decoded
 from towline.store.log import Log
 
-T = TypeVar("T")
 _log = structlog.get_logger(__name__)
 
 
@@ -60,8 +59,8 @@ class Following:
         while True:
             try:
                 replicas, acks = await self._bus.kv(REPLICAS).items(), await self._bus.kv(ACKS).items()
-                names = {info.replica for info in _decoded(replicas, decode_replica) if info.subscription == "canary"}
-                acked = {ack.replica: ack.version for ack in _decoded(acks, decode_ack)}
+                names = {info.replica for info in decoded(replicas, decode_replica) if info.subscription == "canary"}
+                acked = {ack.replica: ack.version for ack in decoded(acks, decode_ack)}
                 if self._log.next_number:
                     watch.see(self._log.lineage, names, acked, time.monotonic())
                     now = watch.ours, watch.cleared(self._log.lineage, time.monotonic())
@@ -71,12 +70,3 @@ class Following:
             except UnavailableError as error:
                 _log.warning("fleet_unreachable", reason=error.message)
             await asyncio.sleep(self._poll_seconds)
-
-
-def _decoded(items: Mapping[str, bytes], decode: Callable[[bytes], T]) -> list[T]:
-    """Those of this release."""
-    found = []
-    for data in items.values():
-        with contextlib.suppress(MalformedError):
-            found.append(decode(data))
-    return found

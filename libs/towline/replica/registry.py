@@ -41,7 +41,6 @@ class Registry:
         self._replicas, self._acks = bus.kv(REPLICAS), bus.kv(ACKS)
         self._replica, self._engine, self._states = replica, engine, states
         self._version, self._busy, self._subscription, self._failed = version, busy, subscription, failed
-        self._started_at = time.time()
         self._wake = asyncio.Event()
         self._host = socket.gethostname()
 
@@ -73,7 +72,6 @@ class Registry:
             detail=self._states.detail,
             at=time.time(),
             subscription=self._subscription,
-            started_at=self._started_at,
             failed=dict(self._failed),
         )
 
