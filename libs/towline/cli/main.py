@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from towline.cli import doctor, fork, replay, report, runs, trace, trajectories, versions
+from towline.cli import doctor, fork, replay, report, runs, top, trace, trajectories, versions
 from towline.errors import TowlineError
 
 INTERRUPTED = 130
@@ -28,6 +28,7 @@ app = typer.Typer(
 app.command("up")(runs.up)
 app.command("down")(runs.down)
 app.command("status")(runs.status)
+app.command("top")(top.top)
 app.command("doctor")(doctor.doctor)
 app.command("audit")(runs.audit)
 app.command("serve", context_settings={"allow_extra_args": False})(runs.serve)

@@ -64,8 +64,8 @@ class View:
         bar = ProgressBar(total=progress.steps, completed=progress.depth, width=40)
         rows.add_row("step", Group(Text(f"{progress.depth} of {progress.steps}"), bar))
         evals = [(depth, mean) for _, depth, mean in book.one("buffer").get("evals") or [] if mean is not None]
-        rows.add_row("reward, held-out", _curve([mean for _, mean in evals], progress.reward_held_out))
-        rows.add_row("reward, train", _curve([self._train[depth] for depth in sorted(self._train)], progress.reward_train))
+        rows.add_row("reward, held-out", curve([mean for _, mean in evals], progress.reward_held_out))
+        rows.add_row("reward, train", curve([self._train[depth] for depth in sorted(self._train)], progress.reward_train))
         rows.add_row("policy version", "-" if progress.version is None else str(progress.version))
         rows.add_row(
             "staleness", f"{progress.staleness_mean:.2f} mean, {progress.staleness_max:g} max, {progress.max_staleness} allowed"
@@ -88,7 +88,7 @@ def _services(book: FigureBook, restarts: int) -> Text:
     return text.append(f"restarts {restarts}", style="red" if restarts else "dim")
 
 
-def _curve(values: list[float], last: float | None) -> Text:
+def curve(values: list[float], last: float | None) -> Text:
     """A bar for each value, 0 to 1 full scale (or to the largest), the newest on the right."""
     if len(values) > HISTORY:
         step = len(values) / HISTORY

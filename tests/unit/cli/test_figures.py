@@ -61,7 +61,7 @@ def book(tmp_path):
     book.update(
         [
             status("buffer", 1, depth=21, evals=evals, staleness={"mean": 1.25, "p99": 2, "max": 2}, open=96, finished=False),
-            status("trainer", 2, step=42, reward_mean=0.61, versions=4, wire_bytes=8000, density=0.7),
+            status("trainer", 2, step=42, batches=21, reward_mean=0.61, versions=4, wire_bytes=8000, density=0.7),
             status("publisher", 3, head=26),
             status("rollout_worker", 4, version=25, trajectories=1),
         ]
@@ -130,3 +130,8 @@ def test_a_status_entry_is_read_as_the_services_write_it():
     }
     (found,) = decode_statuses({"buffer.0": json.dumps(entry).encode()})
     assert found == Status("buffer", "0", 3, 80, False, "bus_full", 2.5, {"depth": 1})
+
+
+def test_a_trainer_that_has_trained_nothing_since_its_start_has_no_reward_to_tell(book):
+    book.update([status("trainer", 9, step=42, batches=0, reward_mean=0.0)], now=1e9)
+    assert progress_of(book, steps=130, max_staleness=2).reward_train is None
