@@ -281,6 +281,10 @@ class TrainerSettings(_Section):
         """Processes that compute one step together."""
         return self.dp * self.tp * self.pp
 
+    def alone(self) -> TrainerSettings:
+        """The same for one process, as a replay is."""
+        return self.model_copy(update={"dp": 1, "tp": 1, "pp": 1, "sequence_parallel": False, "distributed_optimizer": False})
+
     @model_validator(mode="after")
     def _parallel(self) -> TrainerSettings:
         if self.backend != "megatron" and (self.tp > 1 or self.pp > 1):

@@ -28,7 +28,7 @@ VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONED
 SECTIONS = ("run", "model", "sampling", "buffer", "trainer")
 """Of the settings: what the learner and its rows depend on is in these."""
 WORLD = 1
-"""Processes that compute one step together."""
+"""Processes that compute one step together, in a replay."""
 _VECTOR_FLAGS = ("sse4", "avx", "fma", "amx", "asimd", "sve")
 
 
@@ -82,7 +82,7 @@ def of_settings(settings: Settings, epoch: int, layout_digest: str) -> Fingerpri
         epoch=epoch,
         environment=environment(settings.trainer.device),
         seed=settings.run.seed,
-        world=WORLD,
+        world=settings.trainer.ranks,
         layout_digest=layout_digest,
         settings=tree,
     )

@@ -134,6 +134,7 @@ class _Replay:
         found = fingerprint.read(source.objects, run, entry.epoch)
         settings = source.settings if found is None else found.apply(source.settings)
         settings = _changed(settings, {**self.changes, "trainer.device": DEVICE})
+        settings = settings.model_copy(update={"trainer": settings.trainer.alone()})
         if settings.trainer.backend not in BACKENDS:
             raise UsageError(f"trainer.backend = {settings.trainer.backend!r} can't be replayed; torch can", code="backend")
         backend: Any = look_up("trainer.backend", BACKENDS, settings.trainer.backend)
