@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +70,7 @@ class Screen:
             rows.add_row("state", Text(str(state), style="yellow"))
         rows.add_row("reward, held-out", curve(evals, progress.reward_held_out))
         rows.add_row("reward, train", curve([self._train[depth] for depth in sorted(self._train)], progress.reward_train))
-        rows.add_row("versions", _convergence(look.replicas, progress.version))
+        rows.add_row("versions", _convergence(look, progress.version))
         rows.add_row("staleness", _staleness(buffer, self.max_staleness))
         rows.add_row("rollout", f"{progress.trajectories_per_s:.0f} trajectories/s, {progress.tokens_per_s:.0f} tokens/s")
         rows.add_row(
@@ -130,14 +128,20 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _convergence(replicas: Sequence[ReplicaInfo], head: int | None) -> str:
-    """How many replicas serve which version, newest first."""
-    serving = Counter(info.version for info in replicas if info.version is not None)
-    shown = ", ".join(f"{count} on {version}" for version, count in sorted(serving.items(), reverse=True)[:4])
-    older = sum(serving.values()) - sum(count for _, count in sorted(serving.items(), reverse=True)[:4])
-    return (
-        f"head {'-' if head is None else head}; replicas: {shown or 'none serves'}{f', {older} on older ones' if older else ''}"
-    )
+def _convergence(look: Look, head: int | None) -> str:
+    """How many replicas serve which version, newest first; how long versions took to reach all."""
+    fleet = fleet_of(look.replicas, look.acks.values(), now=look.at)
+    newest = list(fleet.serving.items())[:MOST_VERSIONS]
+    shown = [f"{count} on {version}" for version, count in newest]
+    older = sum(fleet.serving.values()) - sum(count for _, count in newest)
+    if older:
+        shown.append(f"{older} on older ones")
+    text = f"head {'-' if head is None else head}; replicas: {', '.join(shown) or 'none serves'}"
+    if fleet.publish_to_all_p50_seconds is not None and fleet.publish_to_all_p99_seconds is not None:
+        text += f"; to all in {fleet.publish_to_all_p50_seconds:.2f} s (p99 {fleet.publish_to_all_p99_seconds:.2f} s)"
+    if fleet.slowest is not None:
+        text += f"; {fleet.slowest} is {fleet.slowest_behind_seconds:.0f} s behind"
+    return text
 
 
 def _staleness(buffer: dict[str, Any], bound: int) -> str:
