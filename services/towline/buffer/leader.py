@@ -12,14 +12,12 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator
-from itertools import islice
 from typing import Any, NoReturn
 
 import structlog
 from msgspec import UNSET, UnsetType
 
 from towline import faults
-from towline.buffer.admission import allowance
 from towline.buffer.decide import decide, unknown_versions
 from towline.buffer.dump import encode_state
 from towline.buffer.figures import waiting_for
@@ -34,6 +32,7 @@ from towline.buffer.requests import Requests
 from towline.buffer.rules import Rules
 from towline.buffer.state import State
 from towline.buffer.view import Sources, Unit, View
+from towline.buffer.waiting import Waiting
 from towline.bus.client import Bus, Message
 from towline.bus.control_log import ControlLog
 from towline.bus.topology import CONTROL, OUTCOME
@@ -74,7 +73,6 @@ class Leader:
         self.fleet = Fleet(bus, settings.rollout.ack_wait_seconds)
         self.janitor = Janitor(bus, objects, lambda: self.state)
         self.finished = False
-        self.looks: Counter[str] = Counter()
         self._settings = settings
         self._bus = bus
         self._objects = objects
@@ -94,7 +92,7 @@ class Leader:
         self._watch = StreamWatch(bus)
         self._suspect = False
         """TRAJECTORY or OUTCOME has lost messages: what is open has to be looked over."""
-        self._waits_since: tuple[int, float] = (-1, 0.0)
+        self._waiting = Waiting()
         self._say = structlog.get_logger("towline.buffer")
 
     async def lead(self, draining: asyncio.Event) -> None:
@@ -285,32 +283,16 @@ class Leader:
         self._looked_at = time.monotonic()
         await self._look_at_streams()
         await self.fleet.refresh(self.state.open_eval)
-        self._count_waiting(view)
-        oldest = view.depth if view.depth < self.state.next_depth else -1
-        if oldest != self._waits_since[0]:
-            self._waits_since = (oldest, time.monotonic())
-        waits = time.monotonic() - self._waits_since[1] if oldest >= 0 else 0.0
-        self._tell(self._no_room() or waiting_for(view, self.fleet, batch_waits_seconds=waits))
-
-    def _count_waiting(self, view: View) -> None:
-        """Who waits for whom, sampled at each look, while the run goes on and a trainer is there."""
-        if view.finished or view.lineage.newest_epoch is None:
-            return
-        self.looks["all"] += 1
-        self.looks["consumer_waiting"] += view.depth >= self.state.next_depth
-        self.looks["producer_blocked"] += allowance(view) == 0 and len(self.state.complete) == len(self.state.open_train)
+        self._waiting.look(view)
+        self._tell(self._no_room() or waiting_for(view, self.fleet, batch_waits_seconds=self._waiting.batch_seconds))
 
     def waiting(self) -> dict[str, float]:
-        """Shares of this process's looks in which the trainer had no batch, and in which every group was in and none could be
-        admitted; the age of the oldest open group in seconds."""
-        looks = max(self.looks["all"], 1)
-        tasks = (self.state.groups[number].task for number in islice(self.state.open_train, 1))
-        oldest = next((task.admitted_at for task in tasks if task is not None), None)
-        return {
-            "consumer_waiting_share": self.looks["consumer_waiting"] / looks,
-            "producer_blocked_share": self.looks["producer_blocked"] / looks,
-            "oldest_open_seconds": max(time.time() - oldest, 0.0) if oldest is not None else 0.0,
-        }
+        """waiting.py's figures."""
+        return self._waiting.figures(self.state)
+
+    @property
+    def looks(self) -> Counter[str]:
+        return self._waiting.looks
 
     async def _look_at_streams(self) -> None:
         """`UnavailableError` where TRAJECTORY or OUTCOME lost messages, so that everything is read anew and mended."""

@@ -124,6 +124,19 @@ async def test_a_standby_waits_its_turn_and_hanging_states_have_a_name(
     assert len(writers) == 2
 
 
+METRICS = (
+    "oldest_open_seconds", "oldest_complete_seconds", "oldest_batch_seconds", "pacing_band_groups", "pacing_room_groups",
+    'staleness{key="mean"}', 'staleness{key="p99"}', 'staleness{key="max"}', "staleness_token_mean", 'over_stale{key="tokens"}',
+    "dropped", "turned_away", "unpaced", "late", "producer_blocked_share", "consumer_waiting_share", "mixed_version_share",
+    "open_groups", "complete_groups", "offered_groups", "requeue", "resampled", "requests_refused",
+)  # fmt: skip
+"""What dashboards are built on; `dropped` and `turned_away` have no reasons yet, `length_bias` comes with the first batch."""
+
+
+async def shown(http: httpx.AsyncClient, port: int, name: str) -> bool:
+    return f"\n{name}" in (await http.get(f"http://127.0.0.1:{port}/metrics")).text
+
+
 async def test_a_standby_is_alive_and_not_ready_and_takes_over_from_a_killed_one_when_its_lease_has_run_out(
     run_name: str, bus_settings: BusSettings, file_store_settings: StoreSettings, tmp_path: Path
 ) -> None:
@@ -154,7 +167,12 @@ async def test_a_standby_is_alive_and_not_ready_and_takes_over_from_a_killed_one
                 last = await bus.kv(LEASES).get("buffer")
                 await until(lambda: says("1", "no_trainer"), seconds=4 * LEASE_TTL_SECONDS)
                 assert (await probes("1"))[0] == 200
+                port = (await status(bus, "1"))["port"]
+                await until(lambda: shown(http, port, "towline_buffer_consumer_waiting_share"))
+                page = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
         writers = [record for record in await records(bus) if isinstance(record, WriterRecord)]
+    for name in METRICS:
+        assert f"\ntowline_buffer_{name}" in page or f"\n# TYPE towline_buffer_{name} gauge" in page, name
     assert held is not None
     renewed = msgspec.json.decode(last or held)["at"]
     assert len(writers) == 2
