@@ -7,8 +7,9 @@ from towline.engine.base import Engine
 from towline.errors import UsageError
 
 
-def make_engine(settings: RolloutSettings) -> Engine:
-    """`settings.arguments` are the engine's own keyword arguments. `UsageError` where it isn't installed or refuses them."""
+def make_engine(settings: RolloutSettings, replica: str = "") -> Engine:
+    """`settings.arguments` are the engine's own keyword arguments; the synthetic one may differ by `replica`. `UsageError` where
+    it isn't installed or refuses them."""
     try:
         if settings.engine == "torch":
             from towline.engine.torch_engine import TorchEngine
@@ -27,7 +28,9 @@ def make_engine(settings: RolloutSettings) -> Engine:
         if settings.engine == "synthetic":
             from towline.engine.synthetic import SyntheticEngine
 
-            return SyntheticEngine(slots=settings.slots, max_context_tokens=settings.max_context_tokens, **settings.arguments)
+            return SyntheticEngine(
+                slots=settings.slots, max_context_tokens=settings.max_context_tokens, replica=replica, **settings.arguments
+            )
     except ModuleNotFoundError as error:
         raise UsageError(
             f"rollout.engine = {settings.engine!r} needs {error.name}; install towline[torch]", code="engine_missing"

@@ -1,7 +1,8 @@
 """An engine without a model, for load tests: seeded lengths, speed and failures behind the real engine's promises.
 
-Tokens, lengths and failures follow from the request's seed alone, so a repeated request gives the same answer. Weights are
-a version number; an activation takes `pause_seconds` and cuts running sequences as a real one would.
+Tokens, the ends of turns and failures follow from a sample's seed and a token's place in it alone, so a repeated request gives
+the same answer, and one that goes on from a PARTIAL ends where the whole would have. Weights are a version number; an activation
+takes `pause_seconds` and cuts running sequences as a real one would.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import math
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,22 +41,22 @@ class _Running:
     fails_at: int | None
     future: asyncio.Future[Generation]
     enqueued: float
+    tell_at: float
     started: float = 0.0
     done: float = 0.0
     """Tokens so far; fractions carry over between ticks."""
     stopped: bool = False
     cuts: list[VersionSpan] = field(default_factory=list)
-    told: int = 0
-    """Tokens that on_progress was last called with."""
 
 
 class SyntheticEngine:
     """See `towline.engine.base.Engine`.
 
-    Lengths are log-normal around `mean_tokens` with `sigma` (of the log), capped by the request's limit; a share
-    `failure_rate` of the requests fails part-way with `EngineError`. Each running sequence gets `tokens_per_second`, at most
-    `total_tokens_per_second` in all; 0 means no limit. Digest and probe are None: there are
-    no weights, so an ack of this engine proves the files alone.
+    Turns' lengths are log-normal around `mean_tokens` with `sigma` (of the log), capped by the request's limit. A share
+    `failure_rate` of the turns fails part-way with `EngineError`, and again whoever repeats it; a share
+    `transient_failure_rate` of the calls does so once. Each running sequence gets `tokens_per_second`, at most
+    `total_tokens_per_second` in all; 0 means no limit. A replica named in `slow` takes that many times as long for everything.
+    Digest and probe are None: there are no weights, so an ack of this engine proves the files alone.
     """
 
     name = "synthetic"
@@ -70,12 +72,18 @@ class SyntheticEngine:
         tokens_per_second: float = 0.0,
         total_tokens_per_second: float = 0.0,
         failure_rate: float = 0.0,
+        transient_failure_rate: float = 0.0,
         pause_seconds: float = 0.0,
+        slow: Mapping[str, float] | None = None,
+        replica: str = "",
     ) -> None:
+        factor = (slow or {}).get(replica, 1.0)
         self.slots, self.max_context = slots, max_context_tokens
         self._vocabulary, self._mean, self._sigma = vocabulary, mean_tokens, sigma
-        self._speed, self._total_speed = tokens_per_second or math.inf, total_tokens_per_second or math.inf
-        self._failure_rate, self._pause_seconds = failure_rate, pause_seconds
+        self._speed = (tokens_per_second or math.inf) / factor
+        self._total_speed = (total_tokens_per_second or math.inf) / factor
+        self._failure_rate, self._pause_seconds = failure_rate, pause_seconds * factor
+        self._transient_rate, self._chance = transient_failure_rate, random.Random(f"transient/{replica}")
         self._version: int | None = None
         self._waiting: dict[str, _Running] = {}
         self._running: dict[str, _Running] = {}
@@ -103,11 +111,12 @@ class SyntheticEngine:
     async def generate(self, request: GenerateRequest) -> Generation:
         self.health()
         budget = token_budget(request, vocabulary=self._vocabulary, max_context=self.max_context)
-        chance = random.Random(f"{request.seed}/{request.position0}")
-        wanted = max(1, round(chance.lognormvariate(math.log(self._mean) - self._sigma**2 / 2, self._sigma)))
-        fails_at = chance.randrange(min(wanted, budget)) if chance.random() < self._failure_rate else None
+        wanted, fails_at = self._turn(request.seed, request.position0)
+        if self._chance.random() < self._transient_rate:
+            fails_at = self._chance.randrange(min(wanted, budget))
         running = _Running(
             request, min(wanted, budget), fails_at, asyncio.get_running_loop().create_future(), time.perf_counter(),
+            tell_at=math.inf if request.on_progress is None else request.progress_every,
             stopped=wanted <= budget and bool(request.sampling.stop_token_ids),
         )  # fmt: skip
         self._waiting[request.request_id] = running
@@ -151,6 +160,18 @@ class SyntheticEngine:
         if self._ticker is None or self._ticker.done():
             raise EngineError("the synthetic engine isn't running; start one", code="engine_stopped")
 
+    def _turn(self, seed: int, position0: int) -> tuple[int, int | None]:
+        """How many tokens are left of the turn that the sample is in at `position0`, and after how many of them it fails."""
+        number, begins = 0, 0
+        while True:
+            chance = random.Random(f"{seed}/{number}")
+            length = max(1, round(chance.lognormvariate(math.log(self._mean) - self._sigma**2 / 2, self._sigma)))
+            fails_at = chance.randrange(length) if chance.random() < self._failure_rate else None
+            if begins + length > position0:
+                done = position0 - begins
+                return length - done, None if fails_at is None or fails_at < done else fails_at - done
+            number, begins = number + 1, begins + length
+
     async def _tick(self) -> None:
         last = time.perf_counter()
         while True:
@@ -165,26 +186,14 @@ class SyntheticEngine:
                         self._finish(running, None)
                     elif running.done >= running.length:
                         self._finish(running, "stop" if running.stopped else "length")
-                    else:
-                        self._tell(running)
+                    elif running.done >= running.tell_at and running.request.on_progress is not None:
+                        running.tell_at = int(running.done) + running.request.progress_every
+                        running.request.on_progress(self._progress(running, None))
                 await asyncio.sleep(0 if math.isinf(share) else _TICK_SECONDS)
             else:
                 self._wake.clear()
                 await self._wake.wait()
                 last = time.perf_counter()
-
-    def _tell(self, running: _Running) -> None:
-        request = running.request
-        if request.on_progress is None or int(running.done) < running.told + request.progress_every:
-            return
-        running.told = int(running.done)
-        so_far = self._generation(running, "abort")
-        request.on_progress(
-            Progress(
-                tokens=so_far.tokens, logprobs=so_far.logprobs, spans=so_far.spans, queue_seconds=so_far.queue_seconds,
-                generate_seconds=so_far.generate_seconds,
-            )
-        )  # fmt: skip
 
     def _admit(self) -> None:
         if self._draining or self._paused:
@@ -206,9 +215,9 @@ class SyntheticEngine:
                 EngineError(f"request {running.request.request_id}: the synthetic failure of its seed", code="engine_synthetic")
             )
         else:
-            running.future.set_result(self._generation(running, finish))
+            running.future.set_result(self._progress(running, finish).finished(finish))
 
-    def _generation(self, running: _Running, finish: GenerationFinish) -> Generation:
+    def _progress(self, running: _Running, finish: GenerationFinish | None) -> Progress:
         request, count = running.request, int(running.done)
         uniform = uniforms(np.full(count, seed_word(request.seed)), np.arange(request.position0, request.position0 + count))
         tokens = (uniform * self._vocabulary).astype(np.int64)
@@ -220,11 +229,10 @@ class SyntheticEngine:
         starts = [cut for cut in running.cuts if cut.start < count]
         ends = [cut.start for cut in starts[1:]] + [count]
         now = time.perf_counter()
-        return Generation(
+        return Progress(
             tokens=tokens.tolist(),
             logprobs=[-math.log(self._vocabulary)] * count,
             spans=[VersionSpan(cut.start, end, cut.version, cut.cut) for cut, end in zip(starts, ends, strict=True)],
-            finish=finish,
             queue_seconds=(running.started or now) - running.enqueued,
             generate_seconds=now - running.started if running.started else 0.0,
         )

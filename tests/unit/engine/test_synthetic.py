@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 
 from towline.config import RolloutSettings
 from towline.contract.task import SamplingParams, VersionSpan
-from towline.engine.base import GenerateRequest
+from towline.engine.base import GenerateRequest, Progress
 from towline.engine.choice import make_engine
 from towline.engine.synthetic import SyntheticEngine
 from towline.errors import EngineError, UsageError
@@ -54,6 +56,58 @@ async def test_the_token_limit_ends_a_sample(engines: Any) -> None:
     engine = await engines(mean_tokens=500.0, sigma=0.1)
     result = await engine.generate(request(1, max_tokens=7))
     assert (len(result.tokens), len(result.logprobs), result.finish) == (7, 7, "length")
+
+
+async def test_a_sample_goes_on_from_any_token_as_the_whole_would_have(engines: Any) -> None:
+    engine = await engines(mean_tokens=60.0, sigma=0.6, failure_rate=0.0)
+    whole = await engine.generate(request(3))
+    assert len(whole.tokens) > 20
+    for at in (1, len(whole.tokens) // 2, len(whole.tokens) - 1):
+        going_on = replace(request(3, name=f"at{at}"), tokens=[1, *whole.tokens[:at]], position0=at)
+        rest = await engine.generate(going_on)
+        assert (whole.tokens[:at] + rest.tokens, rest.finish) == (whole.tokens, whole.finish)
+    following = await engine.generate(replace(request(3, name="next"), tokens=[1, *whole.tokens], position0=len(whole.tokens)))
+    assert following.tokens != whole.tokens, "the next turn is another"
+
+
+async def test_what_runs_tells_what_it_has_and_goes_on_from_there(engines: Any) -> None:
+    engine = await engines(mean_tokens=300.0, sigma=0.01, tokens_per_second=2000.0)
+    told: list[Progress] = []
+    running = asyncio.create_task(engine.generate(replace(request(1), on_progress=told.append, progress_every=50)))
+    await asyncio.sleep(0.06)
+    await engine.activate({}, 1, "in_place", None)
+    whole = await running
+    counts = [len(progress.tokens) for progress in told]
+    assert len(counts) >= 2
+    assert all(later - earlier >= 50 for earlier, later in itertools.pairwise([0, *counts]))
+    for progress in told:
+        count = len(progress.tokens)
+        assert (progress.tokens, progress.logprobs) == (whole.tokens[:count], whole.logprobs[:count])
+        assert progress.spans[-1].end == count
+
+
+async def test_a_transient_failure_is_over_when_the_request_is_repeated(engines: Any) -> None:
+    engine = await engines(transient_failure_rate=0.5, mean_tokens=5.0)
+    tries = []
+    for seed in range(60):
+        count = 1
+        while True:
+            try:
+                await engine.generate(request(seed, name=f"/{count}"))
+            except EngineError:
+                count += 1
+                continue
+            break
+        tries.append(count)
+    assert 90 < sum(tries) < 180
+
+
+async def test_a_slow_replica_takes_its_factor_longer(engines: Any) -> None:
+    arguments = {"mean_tokens": 50.0, "sigma": 0.01, "tokens_per_second": 2000.0, "slow": {"tortoise": 10.0}}
+    quick, slow = await engines(**arguments, replica="hare"), await engines(**arguments, replica="tortoise")
+    fast_one, slow_one = await asyncio.gather(quick.generate(request(1)), slow.generate(request(1)))
+    assert fast_one.tokens == slow_one.tokens
+    assert slow_one.generate_seconds > 3 * fast_one.generate_seconds
 
 
 async def test_failures_come_at_their_rate_and_again_for_the_same_seed(engines: Any) -> None:
