@@ -33,7 +33,7 @@ def gradients(folder: Path, batch: TrainBatch, **trainer: Any) -> tuple[dict[str
 
 
 def uneven_batch() -> TrainBatch:
-    return make_batch(60, rows=40)
+    return make_batch(60, rows=32)
 
 
 def long_tailed_batch() -> TrainBatch:
@@ -53,9 +53,8 @@ def long_tailed_batch() -> TrainBatch:
     return pack_rows(0, rows)
 
 
-@pytest.mark.parametrize("loss", ["grpo", "gspo", "dr_grpo"])
 @pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("tokens", [12, 40])
+@pytest.mark.parametrize(("loss", "tokens"), [("grpo", 12), ("gspo", 40), ("dr_grpo", 40)])
 def test_gradients_are_those_of_one_big_batch(model_folder: Path, loss: str, packing: bool, tokens: int) -> None:
     arguments: dict[str, Any] = {"dr_grpo": {"max_tokens": 9}}.get(loss, {})
     arguments |= {"kl": 0.1, "entropy": 0.01}
