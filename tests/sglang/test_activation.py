@@ -217,10 +217,15 @@ async def test_a_killed_server_comes_back_on_its_last_version_and_goes_on(starte
     sequence = [4, 5, 6, *survivor.tokens]
     assert furthest(survivor.logprobs[:at], oracle(base, sequence)[2:][:at]) < TOLERANCE
     assert furthest(survivor.logprobs[at:], oracle(folder, sequence)[2:][at:]) < TOLERANCE
-    # And it takes the next version.
+    # A server that dies under an activation: the next one takes the version all the same.
     newer, more = changed(new, seed=2)
+    pid = engine.server_pid
+    assert pid is not None
+    os.killpg(pid, signal.SIGKILL)
     activation = await engine.activate(newer, 2, "retract", more)
     assert activation.engine_digest == model_digest(tensor_digests(newer))
+    assert engine.version == 2
+    assert engine.server_pid != pid
 
 
 async def test_a_server_that_hangs_is_replaced(

@@ -21,7 +21,7 @@ from towline.engine.sglang.generation import Generations
 from towline.engine.sglang.served import Served
 from towline.engine.sglang.supervisor import Supervisor
 from towline.engine.sglang.weights import Outcome, Way, WeightFiles, check_layout
-from towline.errors import EngineError, TowlineError, UsageError
+from towline.errors import EngineError, TowlineError, UnavailableError, UsageError
 
 Load: TypeAlias = Callable[[str, bool], Awaitable[Outcome]]
 """(label, whether to flush the caches) -> what came of it. Refused other than by the loader, it may have been half written:
@@ -32,9 +32,7 @@ _log = structlog.get_logger("towline.engine")
 class Activator:
     """`wanted` is `rollout.arguments.weights`; `choose` settles the way. `ranks` are the tensor-parallel ones."""
 
-    def __init__(
-        self, served: Served, files: WeightFiles, *, wanted: Literal["auto"] | Way, ranks: int, digest: bool
-    ) -> None:  # fmt: skip
+    def __init__(self, served: Served, files: WeightFiles, *, wanted: Literal["auto"] | Way, ranks: int, digest: bool) -> None:
         self.way: Way = "overlay"
         self._served, self._files = served, files
         self._wanted, self._ranks, self._digest = wanted, ranks, digest
@@ -88,26 +86,22 @@ class Activator:
             finally:
                 served.open.set()
 
-    async def _replace(
-        self, server: Supervisor, state: ModelState, version: int, mode: ActivationMode, load: Load
-    ) -> Activation:  # fmt: skip
-        served, kept = self._served, mode == "in_place"
-        label = served.new_label(version, "in_place" if kept else "retract")
-        began = time.perf_counter()
-        try:
-            await server.client.pause("in_place" if kept else "retract")
-            outcome = await load(label, not kept)
-            if outcome.error is None or not outcome.written:
-                await server.client.resume()
-        except TowlineError as error:
-            outcome = Outcome(error.message, written=True)
-        pause = time.perf_counter() - began
-        if outcome.error is not None:
+    async def _replace(self, server: Supervisor, state: ModelState, version: int, mode: ActivationMode, load: Load) -> Activation:
+        served = self._served
+        for again in (True, False):
+            label = served.new_label(version, "in_place" if mode == "in_place" else "retract")
+            began = time.perf_counter()
+            outcome = await _written(server, mode, label, load)
+            pause = time.perf_counter() - began
+            if outcome.error is None:
+                served.state, served.version, served.label = state, version, label
+                return Activation(pause_seconds=pause, engine_digest=await _digest(outcome, state))
             if outcome.written:
                 await server.restart(f"version {version}: {outcome.error}")
-            raise EngineError(f"SGLang didn't take version {version}: {outcome.error}", code="weights_load")
-        served.state, served.version, served.label = state, version, label
-        return Activation(pause_seconds=pause, engine_digest=await _digest(outcome, state))
+            # A server that went away may have done so for another reason than this version.
+            if not (outcome.lost and again):
+                break
+        raise EngineError(f"SGLang didn't take version {version}: {outcome.error}", code="weights_load")
 
     def _prepared(self, server: Supervisor, state: ModelState, names: Sequence[str]) -> Load:
         """Puts the tensors where the way takes them from; what is left is to be done while generation pauses. Blocks."""
@@ -134,10 +128,23 @@ class Activator:
 
     async def _by_loader(
         self, server: Supervisor, state: ModelState, folder: Path | None, label: str | None, *, flush: bool
-    ) -> Outcome:  # fmt: skip
+    ) -> Outcome:
         return await self._files.load(
             server.client, state, folder, ranks=self._ranks, label=label, flush=flush, digest=self._digest
         )
+
+
+async def _written(server: Supervisor, mode: ActivationMode, label: str, load: Load) -> Outcome:
+    """Pause, load, go on; where a write began and failed, the server stays paused."""
+    kept = mode == "in_place"
+    try:
+        await server.client.pause("in_place" if kept else "retract")
+        outcome = await load(label, not kept)
+        if outcome.error is None or not outcome.written:
+            await server.client.resume()
+    except TowlineError as error:
+        return Outcome(error.message, written=True, lost=isinstance(error, UnavailableError))
+    return outcome
 
 
 async def _digest(outcome: Outcome, state: ModelState) -> str | None:

@@ -96,9 +96,7 @@ class SglangClient:
         """Load whole tensors, of which every rank takes its shard; `payload` is base64 of the pickled [(name, tensor)]."""
         await self._update(payload, ranks, "all", label, flush)
 
-    async def _update(
-        self, payload: str, ranks: int, selector: str, label: str | None, flush: bool, **more: str
-    ) -> None:  # fmt: skip
+    async def _update(self, payload: str, ranks: int, selector: str, label: str | None, flush: bool, **more: str) -> None:
         await self._call("POST", "/begin_weight_update", {"selector": selector}, seconds=UPDATE_SECONDS)
         # One entry a rank: a shorter list would end the server.
         body: dict[str, Any] = {"serialized_named_tensors": [payload] * ranks, "flush_cache": flush, "selector": selector}

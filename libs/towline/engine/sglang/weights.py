@@ -19,16 +19,18 @@ from towline.engine.sglang.client import SglangClient
 from towline.engine.sglang.command import LOADER
 from towline.errors import EngineError
 
+_STATUS = "status.rank{}.json"
 Way: TypeAlias = Literal["loader", "overlay", "tensors"]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What the ranks said. `written`: a write began, so after a failure the live weights may be mixed. `ranks`: each one's
-    slices, as `towline.engine.sglang.digests` reads them; None where they weren't asked."""
+    slices, as `towline.engine.sglang.digests` reads them; None where they weren't asked. `lost`: the server went away."""
 
     error: str | None
     written: bool
+    lost: bool = False
     ranks: list[dict[str, list[Any]]] | None = None
 
 
@@ -70,7 +72,7 @@ class WeightFiles:
     ) -> Outcome:  # fmt: skip
         """By the loader: write the folder's tensors (None: none), answer the digests of all. Connection errors are raised."""
         self._ids += 1
-        for old in self.directory.glob("status.rank*"):
+        for old in self.directory.glob(_STATUS.format("*")):
             old.unlink()
         self._command(
             {
@@ -87,11 +89,13 @@ class WeightFiles:
             refused = error.message
         statuses = self._statuses(ranks)
         if statuses is None:
-            # Nobody can say what was written.
-            return Outcome(refused or "the loader in the server left no status", written=refused is None)
+            # Nobody can say what was written, unless it was refused before any rank began.
+            begun = refused is None or any(self.directory.glob(_STATUS.format("*")))
+            return Outcome(refused or "the loader in the server left no status", written=begun)
         failed = next((str(status["error"]) for status in statuses if not status["ok"]), refused)
         slices = [status["slices"] for status in statuses]
-        return Outcome(failed, any(status["written"] for status in statuses), None if None in slices else slices)
+        written = any(status["written"] for status in statuses)
+        return Outcome(failed, written, ranks=None if None in slices else slices)
 
     def _command(self, command: dict[str, Any]) -> None:
         temporary = self.command.with_suffix(".tmp")
@@ -99,7 +103,7 @@ class WeightFiles:
         os.replace(temporary, self.command)
 
     def _statuses(self, ranks: int) -> list[dict[str, Any]] | None:
-        files = [self.directory / f"status.rank{rank}.json" for rank in range(ranks)]
+        files = [self.directory / _STATUS.format(rank) for rank in range(ranks)]
         if not all(file.exists() for file in files):
             return None
         statuses = [json.loads(file.read_bytes()) for file in files]
