@@ -21,6 +21,7 @@ from towline.errors import MalformedError, TowlineError, UnavailableError
 from towline.local.figures import FigureBook, Status, decode_statuses
 from towline.local.live import curve
 from towline.local.progress import progress_of, size
+from towline.replica.fleet import fleet_of
 
 EVERY_SECONDS = 1.0
 LOOK_SECONDS = 5.0
