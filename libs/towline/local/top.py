@@ -102,7 +102,7 @@ class Screen:
                 info.replica,
                 info.host,
                 info.engine,
-                state if not info.detail else state.append(f" {info.detail}"),
+                state if info.state == "serving" or not info.detail else state.append(f" {info.detail}"),
                 "-" if info.version is None else str(info.version),
                 f"{info.busy}/{info.slots}",
                 "-" if ack is None else f"{1000 * ack.prepare_seconds:.0f} ms",
@@ -180,6 +180,8 @@ async def read_look(bus: Bus) -> Look:
 async def watch(bus: Bus, screen: Screen, console: Console, *, once: bool) -> None:
     """Draw every second until interrupted; `once`, or off a terminal: one picture."""
     if once or not console.is_terminal:
+        screen.draw(await read_look(bus))
+        await asyncio.sleep(EVERY_SECONDS)  # a rate needs two looks
         console.print(screen.draw(await read_look(bus)))
         return
     with Live(console=console, refresh_per_second=4, screen=True) as live:
