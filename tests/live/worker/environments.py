@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 
@@ -71,4 +72,23 @@ class Killing:
 
     def step(self, tokens: list[int], finish: str) -> Step:
         os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
+
+
+class Hanging:
+    """Its tool never answers."""
+
+    def reset(self, task: Task) -> list[int]:
+        return task.prompt_tokens.tolist()  # type: ignore[no-any-return]
+
+    async def step(self, tokens: list[int], finish: str) -> Step:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+
+class NeverReady(Hanging):
+    """It doesn't even begin."""
+
+    async def reset(self, task: Task) -> list[int]:  # type: ignore[override]
+        await asyncio.Event().wait()
         raise AssertionError("unreachable")
