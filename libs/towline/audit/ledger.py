@@ -136,6 +136,8 @@ class Ledger:
         where = f"{record.group}.{record.sample}"
         if not is_external(record.group) or record.lane != EXTERNAL:
             self._fault(1, where, f"admitted from outside, of lane {record.lane}: it must be below 0 and of lane {EXTERNAL}")
+        if record.group not in self.groups and record.sample and self.begins_at > 1:
+            return  # its first samples' records are purged, and the group is long closed
         group = self.groups.setdefault(record.group, GroupSeen(record.lane, record.group_size, None))
         if record.group_size != group.size or not 0 <= record.sample < group.size:
             self._fault(1, where, f"admitted from outside as one of {record.group_size}, its group has {group.size}")
@@ -205,10 +207,10 @@ class Ledger:
     def _drop(self, record: DropRecord) -> None:
         where = f"group {record.group}"
         group = self.groups.get(record.group)
-        if group is None and self._purged(record.group):
-            return
         if isinstance(record.offered, int):
             self._turn_away(record, group)
+            return
+        if group is None and self._purged(record.group):
             return
         if group is None:
             self._fault(1, where, f"dropped as {record.reason}, never admitted")
