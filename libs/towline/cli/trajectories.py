@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from towline.cli.source import SourceArgument, open_source
+from towline.contract.groups import parse_group
 from towline.errors import MissingError, UsageError
 
 if TYPE_CHECKING:
@@ -156,11 +157,12 @@ def line_of(item: Selected) -> str:
 
 
 def parse_sample(sample: str) -> tuple[int, int]:
-    """GROUP.SAMPLE as numbers."""
-    group, _, index = sample.partition(".")
-    if not (group.isdecimal() and index.isdecimal()):
-        raise UsageError(f"{sample!r}: use GROUP.SAMPLE, as in 12.3", code="sample_name")
-    return int(group), int(index)
+    """GROUP.SAMPLE as numbers; a group from outside is `ext-17`, and -17 below."""
+    token, _, index = sample.partition(".")
+    group = parse_group(token)
+    if group is None or not index.isdecimal():
+        raise UsageError(f"{sample!r}: use GROUP.SAMPLE, as in 12.3 (ext-12.3 for one from outside)", code="sample_name")
+    return group, int(index)
 
 
 async def _list(target: str, wanted: Filter, count: int) -> list[Selected]:
