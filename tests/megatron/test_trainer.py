@@ -36,6 +36,16 @@ def ranks_of(pid: int) -> list[psutil.Process]:
 
 
 @pytest.mark.megatron
+async def test_a_layout_that_the_model_cant_have_ends_in_one_line_and_exit_2(make_settings: Make, tmp_path: Path) -> None:
+    settings = make_settings(trainer={"backend": "megatron", "tp": 3})
+    config = write_toml(tmp_path / "run.toml", settings)
+    async with on_stage(settings), process("trainer", config) as trainer:
+        _, errors = await asyncio.wait_for(trainer.communicate(), 120)
+    assert trainer.returncode == 2
+    assert "trainer.tp = 3 doesn't divide the model's 4 attention heads" in errors.decode().splitlines()[-1]
+
+
+@pytest.mark.megatron
 async def test_a_run_over_two_ranks_survives_a_rank_killed_in_a_step(
     make_settings: Make, model_folder: Path, tmp_path: Path
 ) -> None:

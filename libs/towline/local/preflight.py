@@ -15,6 +15,7 @@ import signal
 import sys
 import traceback
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,8 @@ def _check_imports(settings: Settings) -> None:
         "prompts.environment": settings.prompts.environment,
         "model.factory": settings.model.factory,
     }
+    if settings.trainer.backend == "megatron" and find_spec("megatron") is None:
+        raise UsageError("trainer.backend = 'megatron' needs megatron-core: pip install 'towline[megatron]'", code="install")
     for setting, path in paths.items():
         if path is not None and not callable(import_object(path, setting)):
             raise UsageError(f"{setting} = {path!r} isn't callable; name a function or a class", code="import")

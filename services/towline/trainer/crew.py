@@ -73,6 +73,10 @@ class Crew:
     def wait(self) -> None:
         """Until the ranks have found each other; `UnavailableError` where they don't."""
         self._ready.wait()
+        self.check()
+
+    def check(self) -> None:
+        """`UnavailableError` where a rank was found to be gone while nothing was asked of it."""
         if self._lost is not None:
             raise self._lost
 
@@ -148,8 +152,7 @@ class Crew:
             return part(self._own)
 
     def _tell(self, channel: str, command: AnyCommand) -> None:
-        if self._lost is not None:
-            raise self._lost
+        self.check()
         if self._size > 1:
             self._worlds[channel].broadcast(encode_command(command))
 

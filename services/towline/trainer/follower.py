@@ -23,7 +23,7 @@ import uvloop
 from towline.bus.client import Bus
 from towline.config import Settings, load_settings
 from towline.delta.codec import warm_up
-from towline.errors import TowlineError
+from towline.errors import TowlineError, UnavailableError
 from towline.learner.advantages.base import Advantage
 from towline.learner.registry import ADVANTAGES, look_up
 from towline.learner.world import World, join_world, place
@@ -124,7 +124,7 @@ class _Rank:
     async def _serve(self, channel: str) -> None:
         actions: dict[str, Callable[[Any], Awaitable[None]]] = {ROWS: self._rows, WORK: self._work, STAGE: self._stage}
         while True:
-            command = decode_command(await asyncio.to_thread(self._worlds[channel].broadcast, None))
+            command = decode_command(await self._next(channel))
             if isinstance(command, commands.Stop):
                 return
             if isinstance(command, commands.Still):
@@ -136,6 +136,14 @@ class _Rank:
                     raise
                 # Rank 0 met the same and decides what comes next.
                 log_line.warning("a command failed", command=type(command).__name__, code=error.code, reason=error.message)
+
+    async def _next(self, channel: str) -> bytes:
+        try:
+            return await asyncio.to_thread(self._worlds[channel].broadcast, None)
+        except UnavailableError as error:
+            if "timed out" not in error.message.lower():
+                exit_now(1)  # rank 0 has ended, and has said why: nothing is to stand after its words
+            raise
 
     async def _rows(self, command: AnyCommand) -> None:
         assert isinstance(command, commands.Gather)

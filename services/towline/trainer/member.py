@@ -20,7 +20,7 @@ import numpy as np
 from towline.config import Settings
 from towline.contract.control import BatchRecord
 from towline.delta.state import ModelState
-from towline.errors import CorruptError, InvariantError, MissingError, TowlineError
+from towline.errors import CorruptError, InvariantError, MissingError, TowlineError, UsageError
 from towline.learner.base import Learner, StepReport, pack_rows
 from towline.learner.registry import BACKENDS, look_up
 from towline.learner.rows import Gap, Gathered
@@ -93,7 +93,12 @@ class Member:
                 versions.fetch_base_folder(self._objects, log, folder)
         backend: Any = look_up("trainer.backend", BACKENDS, self.settings.trainer.backend)
         arguments = (folder, self.settings, self.settings.run.seed)
-        self._learner = backend(*arguments) if self._work.size == 1 else backend(*arguments, self._work)
+        error: TowlineError | None = None
+        try:
+            self._learner = backend(*arguments) if self._work.size == 1 else backend(*arguments, self._work)
+        except UsageError as raised:  # of settings or model: every rank finds the same
+            error = raised
+        self._work.agree(error)
 
     def restore(self, checkpoint: str) -> checkpoints.CheckpointMeta:
         """`CorruptError` or `MissingError` where it can't be used: another one may be tried."""

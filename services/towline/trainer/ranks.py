@@ -6,7 +6,9 @@ On several machines torchrun is started by hand on each: `torchrun --nnodes … 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -53,16 +55,22 @@ def launch(ranks: int, arguments: list[str]) -> int:
     os.environ[PID_VARIABLE] = str(os.getpid())
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: the ranks listen for each other alone
+    # Its own words would stand after the line with which a rank ends, which is what its supervisor shows.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         run.main(["--standalone", f"--nproc-per-node={ranks}", "-m", "towline.trainer", *arguments])
     except SignalException:
         return 0
     except ChildFailedError as error:
-        return _telling({rank: failure.exitcode for rank, failure in error.failures.items()})
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        for rank, code in codes.items():
+            if code < 0:
+                print(f"rank_lost: rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr, flush=True)
+        return exit_code_of(codes)
     return 0
 
 
-def _telling(codes: dict[int, int]) -> int:
+def exit_code_of(codes: dict[int, int]) -> int:
     """Of the ranks' exit codes, negative where one was killed."""
     for code in TELLING:
         if code in codes.values():

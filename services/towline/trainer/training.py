@@ -106,6 +106,7 @@ class Training:
         drain_until: float | None = None
         try:
             while True:
+                self._crew.check()
                 if watching.done():
                     watching.result()
                 if staging is not None and staging.done():

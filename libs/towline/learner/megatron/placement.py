@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
@@ -50,6 +51,7 @@ def _random_state(*_: Any, **__: Any) -> None:
 def placed() -> Iterator[None]:
     """Within it Megatron-Core runs on this machine, on the calling thread."""
     if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # each thread has a current device of its own
         yield
         return
     from megatron.core.tensor_parallel import random
