@@ -55,7 +55,8 @@ class SyntheticEngine:
     Turns' lengths are log-normal around `mean_tokens` with `sigma` (of the log), capped by the request's limit. A share
     `failure_rate` of the turns fails part-way with `EngineError`, and again whoever repeats it; a share
     `transient_failure_rate` of the calls does so once. Each running sequence gets `tokens_per_second`, at most
-    `total_tokens_per_second` in all; 0 means no limit. A replica named in `slow` takes that many times as long for everything.
+    `total_tokens_per_second` in all; 0 means no limit. At most `room` run at a time (0: as many as there are slots), as where a
+    KV cache is full; the others wait in the engine's queue. A replica named in `slow` takes that many times as long for all.
     Digest and probe are None: there are no weights, so an ack of this engine proves the files alone.
     """
 
@@ -74,11 +75,13 @@ class SyntheticEngine:
         failure_rate: float = 0.0,
         transient_failure_rate: float = 0.0,
         pause_seconds: float = 0.0,
+        room: int = 0,
         slow: Mapping[str, float] | None = None,
         replica: str = "",
     ) -> None:
         factor = (slow or {}).get(replica, 1.0)
         self.slots, self.max_context = slots, max_context_tokens
+        self._room = room or slots
         self._vocabulary, self._mean, self._sigma = vocabulary, mean_tokens, sigma
         self._speed = (tokens_per_second or math.inf) / factor
         self._total_speed = (total_tokens_per_second or math.inf) / factor
@@ -199,7 +202,7 @@ class SyntheticEngine:
         if self._draining or self._paused:
             return
         assert self._version is not None
-        for request_id in list(self._waiting)[: self.slots - len(self._running)]:
+        for request_id in list(self._waiting)[: self._room - len(self._running)]:
             running = self._running[request_id] = self._waiting.pop(request_id)
             running.started = time.perf_counter()
             running.cuts = [VersionSpan(0, 0, self._version, "start")]

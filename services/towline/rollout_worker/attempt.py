@@ -10,31 +10,25 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import numpy as np
 import structlog
 
 from towline import faults
-from towline.bus.client import Bus, Delivery
+from towline.bus.client import Delivery
 from towline.bus.topology import TRAJECTORY
-from towline.config import Settings
 from towline.contract.codec import encode
 from towline.contract.outcome import Failure, FailureStage
 from towline.contract.task import TRAIN, Task
 from towline.contract.trajectory import Timings, Trajectory, decode_trajectory, encode_trajectory
-from towline.engine.base import Engine
-from towline.environment.base import Environment
 from towline.errors import EngineError, MalformedError, TowlineError, UnavailableError, UsageError
-from towline.replica.control import ControlFeed
-from towline.replica.replica import Replica
+from towline.rollout_worker.bench import Bench
 from towline.rollout_worker.dead import dead_letter
 from towline.rollout_worker.eligibility import eligibility, stale
 from towline.rollout_worker.episode import EnvironmentFailed, Episode, Unusable
-from towline.rollout_worker.pace import Pace
-from towline.rollout_worker.partials import Origin, PartialFigures, Partials
-from towline.rollout_worker.signal import Signal
+from towline.rollout_worker.partials import Origin, Partials
 
 T = TypeVar("T")
 Interruption = Literal["cancelled", "stale", "moved", "drained", "ended"]
@@ -47,43 +41,6 @@ one that kills its worker is the one whose starts are counted."""
 _SAMPLE_S_OWN = ("generate", "environment", "malformed", "poisoned")
 """Stages that say something about the sample; the last attempt's end in DEAD."""
 _log = structlog.get_logger("towline.rollout_worker")
-
-
-@dataclass(slots=True)
-class WorkerFigures:
-    """Totals since the start."""
-
-    trajectories: int = 0
-    tokens: int = 0
-    """Policy tokens of delivered trajectories."""
-    superseded: int = 0
-    cancelled: int = 0
-    handed_over: int = 0
-    failures: dict[str, int] = field(default_factory=dict)
-    partials: PartialFigures = field(default_factory=PartialFigures)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    """What all attempts of a worker share. `change` is told when the served version changes or the LOG grows."""
-
-    bus: Bus
-    settings: Settings
-    engine: Engine
-    replica: Replica
-    feed: ControlFeed
-    environment: Callable[[str], Awaitable[Environment]]
-    change: Signal
-    figures: WorkerFigures
-    pace: Pace
-    busy: Callable[[], int]
-    """How many slots are taken, by attempts and by requests."""
-    reserved: Callable[[], int] = lambda: 0
-    """Slots that requests have, or that are kept for them."""
-    freed: Callable[[], None] = lambda: None
-    """Called when an attempt has ended."""
-    suspects: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a task runs that has been begun SUSPECT_STARTS times."""
 
 
 @dataclass(slots=True)

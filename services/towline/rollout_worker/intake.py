@@ -14,7 +14,8 @@ from towline.bus.topology import IN_PROGRESS_SHARE
 from towline.contract.control import ReissueRecord, TaskRecord, decode_control
 from towline.contract.task import EVAL, TRAIN, Task
 from towline.errors import MalformedError, UnavailableError
-from towline.rollout_worker.attempt import Attempt, Bench, Interruption
+from towline.rollout_worker.attempt import Attempt, Interruption
+from towline.rollout_worker.bench import Bench
 from towline.rollout_worker.dead import dead_letter
 
 PULL_SECONDS = 0.25

@@ -32,7 +32,12 @@ class RolloutWorkerService(Service):
         sys.setswitchinterval(SWITCH_SECONDS)
         folder = Path(settings.run.directory) / settings.run.name / "replicas" / replica
         self._worker = Worker(
-            name=replica, settings=settings, bus=bus, objects=objects, engine=make_engine(settings.rollout, replica), folder=folder
+            name=replica,
+            settings=settings,
+            bus=bus,
+            objects=objects,
+            engine=make_engine(settings.rollout, replica),
+            folder=folder,
         )
 
     def figures(self) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from towline.errors import UnavailableError
 from towline.replica.control import ControlFeed
 from towline.replica.door import Door
 from towline.replica.replica import Replica
-from towline.rollout_worker.attempt import Bench, WorkerFigures
+from towline.rollout_worker.bench import Bench, WorkerFigures
 from towline.rollout_worker.intake import Intake
 from towline.rollout_worker.pace import Pace
 from towline.rollout_worker.signal import Signal

@@ -243,6 +243,26 @@ async def test_the_run_s_end_ends_the_worker_unless_it_went_on(world: World, sta
     assert await asyncio.wait_for(running.ended, 5.0) == "ended"
 
 
+async def test_a_worker_asks_for_no_more_than_its_engine_runs_and_what_it_leaves_another_takes(
+    world: World, start: Start
+) -> None:
+    world.seed()
+    arguments = {"mean_tokens": 20.0, "sigma": 0.01, "tokens_per_second": 200.0, "room": 2}
+    full = await start("full", engine="synthetic", slots=16, queue_seconds=0.05, arguments=arguments)
+    await world.served(0, "full")
+    for group in range(100):
+        await world.task(group, sampling=SamplingParams(max_tokens=40))
+    await until(lambda: full.worker.report()["limit"] <= 6)
+    await start("free", engine="synthetic", slots=16, arguments=arguments | {"room": 0})
+    await until(lambda: _count(world, 100))
+    report = full.worker.report()
+    assert report["limit"] < report["slots"] == 16
+    assert report["queue_seconds_mean"] > 0
+    assert report["tokens_per_second"] > 0
+    by = [trajectory.replica for trajectory in (await world.trajectories()).values()]
+    assert by.count("free") > by.count("full") / 4
+
+
 async def _count(world: World, wanted: int) -> bool:
     return len(await world.trajectories()) == wanted
 
