@@ -53,19 +53,20 @@ class Following:
                 _log.warning("hints_unreachable", reason=error.message)
                 await asyncio.sleep(self._poll_seconds)
 
-    async def watch_canaries(self, watch: CanaryWatch, on_change: Callable[[], None]) -> None:
+    async def watch_canaries(self, watch: CanaryWatch, name: str, on_change: Callable[[], None]) -> None:
         """For ever; `on_change` after each look that may change which version is wanted."""
-        before: tuple[set[str], int] | None = None
+        before: tuple[bool, int] | None = None
         while True:
             try:
                 replicas, acks = await self._bus.kv(REPLICAS).items(), await self._bus.kv(ACKS).items()
                 names = {info.replica for info in decoded(replicas, decode_replica) if info.subscription == "canary"}
                 acked = {ack.replica: ack.version for ack in decoded(acks, decode_ack)}
                 if self._log.next_number:
-                    watch.see(self._log.lineage, names, acked, time.monotonic())
-                    now = watch.ours, watch.cleared(self._log.lineage, time.monotonic())
-                    if now != before:
-                        before = now
+                    now = time.monotonic()
+                    watch.see(self._log.lineage, names, acked, now)
+                    found = watch.is_canary(name, now), watch.cleared(self._log.lineage, now)
+                    if found != before:
+                        before = found
                         on_change()
             except UnavailableError as error:
                 _log.warning("fleet_unreachable", reason=error.message)

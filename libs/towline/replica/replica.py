@@ -118,7 +118,7 @@ class Replica:
         following = self._following
         parts = [following.read_log(), following.hear_hints(), self.registry.run(), self._serve()]
         if self._canaries is not None:
-            parts.append(following.watch_canaries(self._canaries, self._news.set))
+            parts.append(following.watch_canaries(self._canaries, self.name, self._news.set))
         try:
             async with asyncio.TaskGroup() as group:
                 for part in parts:
@@ -167,7 +167,7 @@ class Replica:
     def _wanted(self) -> int | None:
         self._news.clear()
         now, lineage, subscription = time.monotonic(), self.lineage, self._subscription
-        if self._canaries is not None and lineage.path() and self.name not in self._canaries.ours:
+        if self._canaries is not None and lineage.path() and not self._canaries.is_canary(self.name, now):
             subscription = Subscription(cleared=self._canaries.cleared(lineage, now))
         return choose(
             lineage, self.version, is_open=lambda version: self._holds.open(lineage, version, now), refused=self.figures.failed,
@@ -271,6 +271,8 @@ class Replica:
         if before is not None and self._engine.version != before.version:
             await self._return_to(before, copy, changed)
         copy.release()
+        if taken.in_place and self._good is not None:
+            self._good.release()
         self._back(copy.version)
 
     async def _write(self, copy: Copy, changed: set[str] | None) -> Activation:

@@ -74,6 +74,32 @@ def test_a_follower_that_joins_begins_where_the_others_are() -> None:
     assert found.cleared(line, 0.0) == 2
 
 
+def test_a_look_that_misses_an_entry_makes_nobody_else_a_canary() -> None:
+    line = lineage(*LINE)
+    found, one, two = watch(NAMES[:10])
+    for second in (0.0, 2.0, 4.0, 6.0):
+        found.see(line, NAMES[:10], {}, second)
+    assert {name for name in NAMES if found.is_canary(name, 6.0)} == {one, two}
+    found.see(line, [name for name in NAMES[:10] if name != one], {}, 7.0)
+    assert {name for name in NAMES if found.is_canary(name, 7.0)} == {one, two}
+    for second in (10.0, 13.0):
+        found.see(line, [name for name in NAMES[:10] if name != one], {}, second)
+    assert {name for name in NAMES if found.is_canary(name, 13.0)} == {two}, "another one takes over, once it is sure"
+    found.see(line, [name for name in NAMES[:10] if name != one], {}, 18.0)
+    assert len({name for name in NAMES if found.is_canary(name, 18.0)} - {two}) == 1
+
+
+def test_a_fleet_that_starts_together_agrees_on_its_canaries_before_one_goes_first() -> None:
+    line = lineage(*LINE)
+    found, one, _ = watch(NAMES[:10])
+    other = next(name for name in NAMES[:10] if name not in canaries(NAMES[:10], 0.2))
+    found.see(line, [other], {}, 0.0)
+    found.see(line, NAMES[:10], {}, 1.0)
+    assert not found.is_canary(other, 1e3)
+    assert not found.is_canary(one, 5.9)
+    assert found.is_canary(one, 6.0)
+
+
 def chosen(line: Lineage, serving: int | None, cleared: int) -> int | None:
     return choose(line, serving, is_open=never, refused=(), subscription=Subscription(cleared=cleared))
 
