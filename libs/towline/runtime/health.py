@@ -47,7 +47,7 @@ class HealthServer:
 
     def __init__(self, settings: ServiceSettings, health: Health, metrics: Metrics) -> None:
         self._token = settings.token.get_secret_value()
-        if not self._token and not _is_loopback(settings.host):
+        if not self._token and not is_loopback(settings.host):
             raise UsageError(
                 f"service.host = {settings.host} listens beyond this machine and needs service.token; set it, or use 127.0.0.1",
                 code="service_token",
@@ -125,7 +125,8 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine reaches what listens there."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,0 +1,312 @@
+"""The API's routes. What a stream begins with is known before its status is sent, so a refusal is never hidden in one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import msgspec
+import structlog
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from towline.config import Settings
+from towline.gateway import answers
+from towline.gateway.answers import ApiError
+from towline.gateway.bodies import ChatBody, CompletionBody, GenerateBody, parse
+from towline.gateway.desk import Desk, read_body
+from towline.gateway.fleet import Fleet
+from towline.gateway.formats import OpenAIFormat, generated
+from towline.gateway.jobs import Choice, Job
+from towline.gateway.openapi import document
+from towline.gateway.plans import Planner, bound_model
+from towline.gateway.tenants import Tenants
+from towline.runtime.metrics import CONTENT_TYPE, Metrics
+
+CONTROL_ROUTES = (
+    "abort_request", "begin_weight_update", "check_weights", "clear_hicache_storage_backend", "close_session",
+    "configure_logging",
+    "continue_generation", "destroy_weights_update_group", "end_weight_update", "flush_cache", "freeze_gc",
+    "get_weights_by_name", "init_weights_send_group_for_remote_instance", "init_weights_update_group",
+    "load_lora_adapter", "open_session", "pause_generation", "pull_weights", "release_memory_occupation",
+    "resume_memory_occupation", "send_weights_to_remote_instance", "set_internal_state", "slow_down", "start_profile",
+    "stop_profile", "unload_lora_adapter", "update_weight_version", "update_weights_from_disk",
+    "update_weights_from_distributed", "update_weights_from_ipc", "update_weights_from_tensor", "weights_checker",
+)  # fmt: skip
+"""SGLang's routes that change an engine. The fleet's weights come from the LOG alone."""
+_DONE = b"data: [DONE]\n\n"
+_SSE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_log = structlog.get_logger("towline.gateway")
+
+Handler = Callable[[Request], Awaitable[Response]]
+Events = AsyncGenerator[list[dict[str, Any]], None]
+
+
+class Api:
+    """The routes over one fleet. `not_ready` says why nothing can be served; None where it can."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        fleet: Fleet,
+        desk: Desk,
+        planner: Callable[[], Planner],
+        tenants: Tenants,
+        metrics: Metrics,
+        not_ready: Callable[[], str | None],
+    ) -> None:
+        self._settings, self._fleet, self._desk, self._planner = settings, fleet, desk, planner
+        self._tenants, self._metrics, self._not_ready = tenants, metrics, not_ready
+        self._run = settings.run.name
+        self._seconds = metrics.histogram("request_seconds", "from the request to its end", ["route"])
+        self._first = metrics.histogram("first_token_seconds", "from the request to its first tokens", ["route"])
+        self._answers = metrics.counter("answers_total", "answers by route and status", ["route", "status"])
+        self._tokens = metrics.counter("tokens_total", "tokens that were sent", ["route"])
+        self.running = 0
+
+    def app(self) -> Starlette:
+        routes = [
+            Route("/generate", self._route(self._generate), methods=["POST"]),
+            Route("/v1/completions", self._route(self._completions), methods=["POST"]),
+            Route("/v1/chat/completions", self._route(self._chat), methods=["POST"]),
+            Route("/v1/models", self._route(self._models), methods=["GET"]),
+            Route("/server_info", self._route(self._server_info), methods=["GET"]),
+            Route("/wake", self._route(self._wake), methods=["POST"]),
+            Route("/metrics", self._route(self._metrics_page), methods=["GET"]),
+            Route("/openapi.json", self._route(self._openapi), methods=["GET"]),
+            Route("/health", self._health, methods=["GET"]),
+            Route("/ready", self._health, methods=["GET"]),
+            *(Route(f"/{name}", self._route(self._forbidden), methods=["GET", "POST", "PUT"]) for name in CONTROL_ROUTES),
+        ]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _http_fault})
+
+    # Around every route
+
+    def _route(self, handle: Callable[[Request, str], Awaitable[Response]]) -> Handler:
+        async def answer(request: Request) -> Response:
+            path = request.url.path
+            try:
+                tenant = self._tenants.of(request.headers.get("authorization", ""))
+                response = await handle(request, tenant)
+            except ApiError as error:
+                response = error.response()
+            except answers.FAULTS as error:
+                try:
+                    response = answers.of(error).response()
+                except answers.FAULTS:
+                    _log.error("answer_failed", route=path, exc_info=error)
+                    fault = ApiError(500, "internal_error", f"{type(error).__name__}: see the gateway's log")
+                    response = fault.response()
+            self._answers.labels(path, str(response.status_code)).inc()
+            return response
+
+        return answer
+
+    async def _served(
+        self, request: Request, tenant: str, begin: Callable[[bytes], Awaitable[tuple[Job, Any, bool]]]
+    ) -> Response:
+        """`begin` makes the job of the body: (job, its format, whether it's streamed)."""
+        began, path = time.monotonic(), request.url.path
+        stack = contextlib.AsyncExitStack()
+        async with stack:
+            stack.enter_context(self._tenants.admitted(tenant))
+            stack.enter_context(self._counted(path, began))
+            body = await read_body(request, self._settings.gateway.max_body_bytes)
+            job, form, streamed = await begin(body)
+            if not streamed:
+                await self._finish(request, job)
+                self._tokens.labels(path).inc(job.completion_tokens)
+                return JSONResponse(form.whole())
+            events = await stack.enter_async_context(contextlib.aclosing(job.events()))
+            first = await anext(events, None)
+            self._first.labels(path).observe(time.monotonic() - began)
+            held = stack.pop_all()
+            return StreamingResponse(
+                self._stream(first, events, job, form, held, path), media_type="text/event-stream", headers=_SSE
+            )
+
+    async def _stream(
+        self,
+        first: list[Choice] | None,
+        events: AsyncGenerator[list[Choice], None],
+        job: Job,
+        form: Any,
+        held: contextlib.AsyncExitStack,
+        path: str,
+    ) -> AsyncIterator[bytes]:
+        async with held:
+            try:
+                moved = first
+                while moved is not None:
+                    for piece in form.pieces(moved):
+                        yield b"data: " + msgspec.json.encode(piece) + b"\n\n"
+                    moved = await anext(events, None)
+                if (last := form.last_piece()) is not None:
+                    yield b"data: " + msgspec.json.encode(last) + b"\n\n"
+                yield _DONE
+            except (ApiError, *answers.FAULTS) as error:
+                fault = error if isinstance(error, ApiError) else answers.of(error)
+                _log.info("stream_ended_early", route=path, reason=fault.message)
+                said = fault.body if "error" in fault.body else {"error": fault.body}
+                yield b"data: " + msgspec.json.encode(said) + b"\n\n"
+            finally:
+                self._tokens.labels(path).inc(job.completion_tokens)
+
+    async def _finish(self, request: Request, job: Job) -> None:
+        """Until the job has ended, or nobody waits for it any more."""
+        working = asyncio.create_task(job.finished())
+        leaving = asyncio.create_task(_until_gone(request))
+        try:
+            await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise ApiError(499, "client_closed_request", "the client went away")
+            working.result()
+        finally:
+            for task in (working, leaving):
+                task.cancel()
+            await asyncio.gather(working, leaving, return_exceptions=True)
+
+    @contextlib.contextmanager
+    def _counted(self, path: str, began: float) -> Iterator[None]:
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self._seconds.labels(path).observe(time.monotonic() - began)
+
+    # What is served
+
+    async def _generate(self, request: Request, tenant: str) -> Response:
+        async def begin(data: bytes) -> tuple[Job, Any, bool]:
+            body = parse(GenerateBody, data)
+            planner = self._planner()
+            plan, job = await self._desk.job(
+                request, tenant=tenant, route="/generate", body=data, prefix="gen-", make=lambda: planner.generate(body)
+            )
+            single = not isinstance(body.input_ids or body.text, list) or isinstance((body.input_ids or [[]])[0], int)
+            return job, SglangFormat(body, job, alone=bool(single and plan.n == 1)), body.stream
+
+        return await self._served(request, tenant, begin)
+
+    async def _completions(self, request: Request, tenant: str) -> Response:
+        async def begin(data: bytes) -> tuple[Job, Any, bool]:
+            body = parse(CompletionBody, data)
+            planner, constraint = self._planner(), bound_model(body.model, self._run, body.constraint)
+            _, job = await self._desk.job(
+                request, tenant=tenant, route="/v1/completions", body=data, prefix="cmpl-",
+                make=lambda: planner.completion(body, constraint),
+            )  # fmt: skip
+            return job, OpenAIFormat(body, job, self._fleet.lineage), body.stream
+
+        return await self._served(request, tenant, begin)
+
+    async def _chat(self, request: Request, tenant: str) -> Response:
+        async def begin(data: bytes) -> tuple[Job, Any, bool]:
+            body = parse(ChatBody, data)
+            planner, constraint = self._planner(), bound_model(body.model, self._run, body.constraint)
+            _, job = await self._desk.job(
+                request, tenant=tenant, route="/v1/chat/completions", body=data, prefix="chatcmpl-",
+                make=lambda: planner.chat(body, constraint),
+            )  # fmt: skip
+            return job, OpenAIFormat(body, job, self._fleet.lineage), body.stream
+
+        return await self._served(request, tenant, begin)
+
+    # What is told
+
+    async def _models(self, request: Request, tenant: str) -> Response:
+        versions = self._fleet.versions()
+        created = int(self._fleet.started_at)
+        names = [(self._run, None), *((f"{self._run}@{version}", version) for version in versions)]
+        data = [
+            {
+                "id": name, "object": "model", "created": created, "owned_by": "towline", "weight_version": version,
+                "weight_versions": [version] if version is not None else list(versions),
+            }
+            for name, version in names
+        ]  # fmt: skip
+        return JSONResponse({"object": "list", "data": data})
+
+    async def _server_info(self, request: Request, tenant: str) -> Response:
+        lineage, settings = self._fleet.lineage, self._settings
+        known = lineage.versions()
+        return JSONResponse(
+            {
+                "model_path": self._run, "run": self._run, "engine": settings.rollout.engine,
+                "context_length": settings.rollout.max_context_tokens,
+                "latest_version": lineage.latest if known else None, "depth": lineage.depth(lineage.latest) if known else None,
+                "applied": self._fleet.applied(), "versions": {str(v): count for v, count in self._fleet.versions().items()},
+                "replicas": [
+                    {
+                        "replica": one.name, "version": one.version, "slots": one.slots, "load": one.load, "usable": one.usable,
+                        "pinned": one.pinned,
+                    }
+                    for one in self._fleet.candidates()
+                ],
+                "running": self.running,
+            }
+        )  # fmt: skip
+
+    async def _wake(self, request: Request, tenant: str) -> Response:
+        """Replicas don't sleep: there is one, or 503."""
+        return self._readiness()
+
+    async def _health(self, request: Request) -> Response:
+        return self._readiness()
+
+    def _readiness(self) -> Response:
+        if (why := self._not_ready()) is not None:
+            return answers.unavailable(why).response()
+        return JSONResponse({"status": "ready", "applied": self._fleet.applied()})
+
+    async def _metrics_page(self, request: Request, tenant: str) -> Response:
+        return Response(self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _openapi(self, request: Request, tenant: str) -> Response:
+        return JSONResponse(document(self._run))
+
+    async def _forbidden(self, request: Request, tenant: str) -> Response:
+        raise ApiError(403, "permission_error", "engines aren't controlled here: versions come from the run's LOG alone")
+
+
+class SglangFormat:
+    """The answer to one /generate: a dict, or a list of them where there are several prompts or samples."""
+
+    def __init__(self, body: GenerateBody, job: Job, *, alone: bool) -> None:
+        self._body, self._job, self._alone = body, job, alone
+        self._told: dict[int, tuple[int, int]] = {}
+
+    def whole(self) -> Any:
+        found = [generated(choice, self._job, self._body) for choice in self._job.choices]
+        return found[0] if self._alone else found
+
+    def pieces(self, moved: list[Choice]) -> list[dict[str, Any]]:
+        found = []
+        for choice in moved:
+            start, text_start = self._told.get(choice.index, (0, 0)) if self._body.incremental_streaming_output else (0, 0)
+            piece = generated(choice, self._job, self._body, start=start, text_start=text_start)
+            self._told[choice.index] = (choice.seen, len(choice.text))
+            found.append(piece if self._alone else {"index": choice.index, **piece})
+        return found
+
+    def last_piece(self) -> None:
+        return None
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _http_fault(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    return ApiError(error.status_code, "invalid_request_error", f"{request.url.path}: {error.detail}", headers=headers).response()

@@ -1,0 +1,174 @@
+"""What a gateway knows of the replicas: the registry, polled, and at once what their doors' answers say."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import structlog
+
+from towline.bus.client import Bus
+from towline.bus.topology import REPLICAS
+from towline.contract.policy import ReplicaInfo, decode_replica
+from towline.errors import MalformedError, UnavailableError
+from towline.gateway.routing import Candidate, Constraint, Prefixes, order
+from towline.replica.following import Following
+from towline.store.lineage import Lineage
+from towline.store.log import Log
+from towline.store.objects import ObjectStore
+
+POLL_SECONDS = 0.25
+DOWN_SECONDS = 5.0
+"""A replica whose door was silent isn't asked again for so long, unless it says something new in the registry."""
+_log = structlog.get_logger("towline.gateway")
+
+
+@dataclass(slots=True)
+class _Known:
+    info: ReplicaInfo
+    version: int | None
+    load: int
+    """As it last said."""
+    mine: int = 0
+    """Requests of this gateway that are there."""
+    mine_then: int = 0
+    """Of those, how many its last word counts."""
+    down_until: float = 0.0
+
+
+class Fleet:
+    """`run` it; `changed` is called when what may serve has changed."""
+
+    def __init__(self, bus: Bus, objects: ObjectStore, run: str, poll_seconds: float) -> None:
+        self.prefixes = Prefixes()
+        self.bus_heard = False
+        """The registry has been read once."""
+        self._bus = bus
+        self.started_at = time.time()
+        self.log = Log(objects, run)
+        self._following = Following(bus, self.log, poll_seconds=poll_seconds, on_entries=lambda _: self._tell())
+        self._known: dict[str, _Known] = {}
+        self._waiters: set[asyncio.Event] = set()
+
+    @property
+    def lineage(self) -> Lineage:
+        return self.log.lineage
+
+    async def run(self) -> None:
+        """For ever."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._following.read_log())
+            group.create_task(self._following.hear_hints())
+            group.create_task(self._poll())
+
+    def candidates(self) -> list[Candidate]:
+        now = time.monotonic()
+        return [
+            Candidate(
+                name=name, version=one.version, slots=one.info.slots, load=one.load + one.mine - one.mine_then,
+                usable=one.version is not None and one.info.state not in ("draining", "starting") and one.down_until <= now,
+                pinned=one.info.subscription == "pinned",
+            )
+            for name, one in self._known.items()
+        ]  # fmt: skip
+
+    def best(self, constraint: Constraint, prompt: list[int], session: str | None, tried: set[str]) -> str | None:
+        """The replica to ask next; None: there is none left."""
+        favourite = self.prefixes.favourite(prompt, session)
+        fit = order(self.candidates(), constraint, self.lineage, favourite)
+        return next((one.name for one in fit if one.name not in tried), None)
+
+    def versions(self) -> dict[int, int]:
+        """Version -> how many usable replicas serve it."""
+        found: dict[int, int] = {}
+        for one in self.candidates():
+            if one.usable and one.version is not None:
+                found[one.version] = found.get(one.version, 0) + 1
+        return dict(sorted(found.items()))
+
+    def applied(self) -> int | None:
+        """The newest version, by depth on the line, that is served."""
+        served = [version for version in self.versions() if version in set(self.lineage.versions())]
+        return max(served, key=lambda version: (self.lineage.on_line(version), self.lineage.depth(version)), default=None)
+
+    async def wait(self, seconds: float) -> None:
+        """Until something changes, or the time is over."""
+        event = asyncio.Event()
+        self._waiters.add(event)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await event.wait()
+        finally:
+            self._waiters.discard(event)
+
+    # What the calls learn
+
+    @contextlib.contextmanager
+    def taken(self, replica: str, prompt: list[int], session: str | None) -> Iterator[None]:
+        """While a request is there."""
+        self.prefixes.note(prompt, session, replica)
+        one = self._known.get(replica)
+        if one is not None:
+            one.mine += 1
+        try:
+            yield
+        finally:
+            if one is not None:
+                one.mine -= 1
+                if one.mine_then:
+                    one.mine_then -= 1
+                    one.load = max(one.load - 1, 0)
+
+    def heard(self, replica: str, version: int | None, busy: int | None = None) -> None:
+        """What a door said of itself."""
+        if (one := self._known.get(replica)) is None:
+            return
+        if busy is not None:
+            one.load, one.mine_then = busy, one.mine
+        if version != one.version:
+            one.version = version
+            self._tell()
+
+    def down(self, replica: str) -> None:
+        """Its door is silent, or it stops."""
+        if (one := self._known.get(replica)) is not None:
+            one.down_until = time.monotonic() + DOWN_SECONDS
+
+    # The registry
+
+    async def _poll(self) -> None:
+        bucket = self._bus.kv(REPLICAS)
+        while True:
+            try:
+                self._take(await bucket.items())
+            except UnavailableError as error:
+                _log.warning("registry_unreachable", reason=error.message)
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _take(self, items: dict[str, bytes]) -> None:
+        found: dict[str, ReplicaInfo] = {}
+        for name, data in items.items():
+            with contextlib.suppress(MalformedError):
+                found[name] = decode_replica(data)
+        changed = not self.bus_heard or set(found) != set(self._known)
+        self.bus_heard = True
+        for name in set(self._known) - set(found):
+            del self._known[name]
+        for name, info in found.items():
+            one = self._known.get(name)
+            if one is None or (info.version is None and one.version is not None):  # new, or a new process
+                self._known[name] = _Known(info, info.version, info.busy)
+                changed = True
+            elif info.at != one.info.at:
+                changed |= info.version != one.version or info.state != one.info.state
+                one.info, one.version, one.load, one.mine_then = info, info.version, info.busy, one.mine
+        if changed:
+            self._tell()
+
+    def _tell(self) -> None:
+        for event in self._waiters:
+            event.set()

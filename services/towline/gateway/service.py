@@ -1,0 +1,135 @@
+"""The gateway: one HTTP endpoint for the run's fleet. Several may run: they share nothing but the bus and the store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from towline.bus.client import Bus
+from towline.config import Settings
+from towline.errors import MissingError, UnavailableError
+from towline.gateway.answers import unavailable
+from towline.gateway.app import Api
+from towline.gateway.calls import Calls
+from towline.gateway.desk import Desk
+from towline.gateway.fleet import Fleet
+from towline.gateway.idempotency import Ledger
+from towline.gateway.model import load_model
+from towline.gateway.plans import Planner
+from towline.gateway.samples import Sampler
+from towline.gateway.server import ApiServer
+from towline.gateway.tenants import Tenants
+from towline.runtime.run_end import run_has_ended
+from towline.runtime.service import Service
+from towline.store.objects import ObjectStore
+
+POLL_SECONDS = 0.25
+END_POLL_SECONDS = 1.0
+SWEEP_SECONDS = 3600.0
+
+
+class GatewayService(Service):
+    """Serves /generate and OpenAI's routes from the run's rollout workers (gateway.doors = true). Ends with the run."""
+
+    name: ClassVar[str] = "gateway"
+
+    def __init__(self, settings: Settings, *, bus: Bus, objects: ObjectStore, replica: str) -> None:
+        super().__init__(settings, bus=bus, objects=objects, replica=replica)
+        mine = settings.gateway
+        self._fleet = Fleet(bus, objects, settings.run.name, settings.rollout.poll_seconds)
+        self._calls = Calls(bus, mine.chunk_seconds)
+        self._sampler = Sampler(self._fleet, self._calls, chunk_tokens=mine.chunk_tokens, resume_seconds=mine.resume_seconds)
+        self._ledger = Ledger(bus, objects, settings.run.name)
+        self._model: Planner | None = None
+        self.api = Api(
+            settings, fleet=self._fleet, desk=Desk(mine, self._sampler, self._ledger), planner=self._planner,
+            tenants=Tenants(mine.tenants), metrics=self.metrics, not_ready=self._not_ready,
+        )  # fmt: skip
+        self._server = ApiServer(self.api.app(), mine)
+
+    @property
+    def port(self) -> int:
+        """The API's."""
+        return self._server.port
+
+    def figures(self) -> Mapping[str, Any]:
+        return {
+            "api_port": self._server.port,
+            "api_url": f"{'https' if self.settings.gateway.tls_key else 'http'}://{self.settings.gateway.host}:{self._server.port}",
+            "running": self.api.running,
+            "continued": self._sampler.continued,
+            "versions": {str(version): count for version, count in self._fleet.versions().items()},
+        }
+
+    async def run(self) -> None:
+        await self._calls.start()
+        await self._server.start()
+        self.log.info("api_listening", port=self._server.port)
+        parts = [
+            asyncio.create_task(part, name=name)
+            for name, part in (("fleet", self._fleet.run()), ("model", self._tell()), ("sweep", self._sweep()))
+        ]
+        ending = asyncio.create_task(self._until_end())
+        try:
+            done, _ = await asyncio.wait([*parts, ending], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            self.health.not_ready("draining")
+            await self._server.close(max(self.settings.service.drain_seconds - 2.0, 0.5))
+            for task in (*parts, ending):
+                task.cancel()
+            await asyncio.gather(*parts, ending, return_exceptions=True)
+            await self._calls.close()
+
+    def _planner(self) -> Planner:
+        if self._model is None:
+            raise unavailable("the run's base model isn't in the store yet")
+        return self._model
+
+    def _not_ready(self) -> str | None:
+        if self.draining.is_set():
+            return "draining"
+        if not self.bus.connected:
+            return f"the bus is away: {self.bus.last_error}"
+        if self._model is None:
+            return "the run's base model isn't in the store yet"
+        if not self._fleet.versions():
+            return "no rollout worker serves a version"
+        return None
+
+    async def _tell(self) -> None:
+        """Load the model once it's there, and say whether requests can be served."""
+        while True:
+            if self._model is None and self._fleet.lineage.versions():
+                with contextlib.suppress(UnavailableError, MissingError):
+                    model = await asyncio.to_thread(load_model, self.objects, self._fleet.log)
+                    self._model = Planner(self.settings, model)
+            why = self._not_ready()
+            if why is None:
+                self.health.ready()
+            else:
+                self.health.not_ready(why)
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _until_end(self) -> None:
+        while not self.draining.is_set():
+            with contextlib.suppress(UnavailableError):
+                if await run_has_ended(self.bus, self.settings.run.steps):
+                    self.log.info("run_ended")
+                    return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_POLL_SECONDS):
+                    await self.draining.wait()
+
+    async def _sweep(self) -> None:
+        """Delete what expired Idempotency-Keys left in the store."""
+        while True:
+            try:
+                if gone := await asyncio.to_thread(self._ledger.sweep):
+                    self.log.info("idempotency_swept", objects=gone)
+            except UnavailableError as error:
+                self.log.warning("idempotency_unswept", reason=error.message)
+            await asyncio.sleep(SWEEP_SECONDS)

@@ -1,0 +1,73 @@
+"""Who may send requests, how many a minute and how many at a time. Counts are this gateway's own."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from towline.config import TenantSettings
+from towline.gateway.answers import ApiError
+
+ANYBODY = "-"
+"""The tenant where none is configured."""
+
+
+@dataclass(slots=True)
+class _Counts:
+    allowance: float
+    at: float
+    running: int = 0
+
+
+class Tenants:
+    """Nobody needs a token where no tenant is configured: the gateway then listens on loopback alone."""
+
+    def __init__(self, settings: Mapping[str, TenantSettings], clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings, self._clock = settings, clock
+        self._counts = {name: _Counts(float(one.requests_per_minute), clock()) for name, one in settings.items()}
+
+    def of(self, authorization: str) -> str:
+        """The tenant whose token this is; 401 where it's nobody's. Every token is compared, each in constant time."""
+        if not self._settings:
+            return ANYBODY
+        scheme, _, given = authorization.partition(" ")
+        found = None
+        for name, one in self._settings.items():
+            if hmac.compare_digest(given.strip().encode("utf-8", "replace"), one.token.get_secret_value().encode()):
+                found = name
+        if found is None or scheme.lower() != "bearer":
+            raise ApiError(
+                401, "authentication_error", "a bearer token of one of gateway.tenants is needed",
+                headers={"WWW-Authenticate": "Bearer"},
+            )  # fmt: skip
+        return found
+
+    @contextlib.contextmanager
+    def admitted(self, tenant: str) -> Iterator[None]:
+        """While the request runs; 429 with Retry-After where the tenant has too many."""
+        if tenant == ANYBODY:
+            yield
+            return
+        limits, counts, now = self._settings[tenant], self._counts[tenant], self._clock()
+        if limits.concurrent and counts.running >= limits.concurrent:
+            raise _too_many(f"{counts.running} requests of tenant {tenant} run, as many as it may have at a time", 1)
+        if rate := limits.requests_per_minute:
+            counts.allowance = min(float(rate), counts.allowance + (now - counts.at) * rate / 60)
+            counts.at = now
+            if counts.allowance < 1:
+                seconds = math.ceil((1 - counts.allowance) * 60 / rate)
+                raise _too_many(f"tenant {tenant} has sent its {rate} requests a minute", seconds)
+            counts.allowance -= 1
+        counts.running += 1
+        try:
+            yield
+        finally:
+            counts.running -= 1
+
+
+def _too_many(message: str, seconds: int) -> ApiError:
+    return ApiError(429, "rate_limit_error", message, headers={"Retry-After": str(seconds)})
