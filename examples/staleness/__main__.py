@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 def main(
     seeds: Annotated[int, typer.Option(help="Seeds 0 to N - 1: each is ten runs of about a minute on two cores.")] = 1,
-    steps: Annotated[int, typer.Option(help="Batches a run.")] = 40,
+    steps: Annotated[int, typer.Option(help="Batches a run.")] = 80,
     limit: Annotated[int, typer.Option(help="At most so many runs now; the next call goes on.")] = 1_000,
     directory: Annotated[str, typer.Option(help="Where the runs lie.")] = "runs",
 ) -> None:
