@@ -8,6 +8,7 @@ import pytest
 
 from towline.contract.codec import encode
 from towline.contract.policy import Ack, ReplicaInfo, Served
+from towline.local.status import fleet_lines
 from towline.replica.fleet import Fleet, decode_fleet, fleet_of
 
 PUBLISHED = {2: 100.0, 3: 110.0, 5: 120.0}
@@ -74,3 +75,14 @@ def test_replicas_that_are_gone_do_not_count_and_an_empty_fleet_has_no_figures()
 def test_entries_of_another_release_are_left_out() -> None:
     fleet = decode_fleet({"a": encode(info("a", 3)), "b": b"\xff"}, {"a": encode(ack("a", (3, 111.0))), "b": b""}, now=130.0)
     assert [member.replica for member in fleet.members] == ["a"]
+
+
+def test_status_says_it_in_a_line_and_names_what_failed() -> None:
+    infos = [info("a", 5), info("b", 3, failed={4: "its digest differs"}), info("c", None, state="preparing")]
+    fleet = fleet_of(infos, [ack("a", (3, 111.0), (5, 121.0)), ack("b", (3, 113.5))], now=130.0)
+    assert fleet_lines(fleet) == [
+        "fleet: 3 replicas: 1 on version 5 (latest), 1 on version 3; b is 10.0 s behind; "
+        "from published to served by all p50 3.50 s, p99 3.50 s (1 versions)",
+        "  b couldn't serve version 4: its digest differs",
+    ]
+    assert fleet_lines(Fleet()) == []
