@@ -284,7 +284,7 @@ class MegatronLearner:
             return 0.0 * logits.sum()
         logprobs, log_sum = logprobs_of(logits, micro.targets, self.vocabulary)
         before = logprobs.detach() if proximal is None else proximal
-        if first:
+        if first or proximal is not None:
             sums.mismatch.add((before - micro.behaviour).double().cpu().numpy(), micro.staleness)
         old = before if self._needs_proximal else micro.behaviour
         terms = self._loss(
