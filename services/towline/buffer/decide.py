@@ -69,7 +69,7 @@ def end(view: View) -> list[Unit]:
 
 def unknown_versions(state: State, lineage: Lineage) -> bool:
     """Whether a score names a version that the lineage hasn't: the LOG must be read again before `decide` judges it."""
-    for version in {*state.by_version, *state.offered_versions()}:
+    for version in {*state.by_version, *state.offered_by}:
         try:
             lineage.depth(version)
         except MissingError:

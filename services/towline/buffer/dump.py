@@ -83,7 +83,11 @@ def load(facts: Dump) -> State:
         setattr(state, name, getattr(facts, name))
     state.dropped, state.evals, state.eval_groups = dict(facts.dropped), dict(facts.evals), dict(facts.eval_groups)
     state.requeue = dict(facts.requeue)
-    state.offers = {offer.number: offer for offer in facts.offers}
+    for offer in facts.offers:
+        state.offers[offer.number] = offer
+        for index, sample in enumerate(offer.samples):
+            if sample is not None:
+                state.note_offer(offer, index)
     state.refused, state.turned_away, state.requeued = dict(facts.refused), dict(facts.turned_away), dict(facts.requeued)
     state.closed_external = dict.fromkeys(facts.closed_external)
     state.batches = {batch.for_depth: batch for batch in facts.batches}

@@ -10,6 +10,8 @@ outcomes of the group are late.
 
 from __future__ import annotations
 
+from itertools import islice
+
 from msgspec import UNSET
 
 from towline.buffer.admission import external_room
@@ -24,37 +26,32 @@ UNPACED, END_OF_RUN = "unpaced", "end_of_run"
 def turn_away(view: View) -> list[Unit]:
     """The offers that can't, or mustn't, be admitted any more."""
     state, rules = view.state, view.rules
-    reasons: dict[int, str] = dict(state.refused)
     if not state.offers:
         return []
-    judged = {version: over_bound(view, version) for version in state.offered_versions()}
-    places = external_room(view) + view.most_waiting
-    for count, (number, offer) in enumerate(state.offers.items()):
-        if number in reasons:
-            continue
-        reason = _why_not(view, offer, judged)
-        if reason is None:
-            places -= offer.complete
-            if places < 0 or count >= rules.max_open_groups:
-                reason = UNPACED
-        if reason is not None:
+    reasons = dict(state.refused)
+    if not rules.admit_external or view.depth >= rules.steps:
+        for number in state.offers:
+            reasons.setdefault(number, END_OF_RUN if rules.admit_external else UNPACED)
+    judged = {version: over_bound(view, version) for version in state.offered_by}
+    for number in dict.fromkeys(n for version, holders in state.offered_by.items() if judged[version] for n in holders):
+        if number not in reasons and (reason := _too_old(view, state.offers[number], judged)) is not None:
             reasons[number] = reason
+    for waiting, most in (
+        (state.whole_offers, external_room(view) + view.most_waiting),
+        (state.offers, max(rules.max_open_groups, view.most_waiting)),
+    ):
+        left = [number for number in waiting if number not in reasons] if len(waiting) > most else []
+        for number in left[most:]:
+            reasons[number] = UNPACED
     return [(_drop(state.offers[number], reason),) for number, reason in reasons.items()]
 
 
-def _why_not(view: View, offer: Group, judged: dict[int, str | None]) -> str | None:
-    rules = view.rules
-    if not rules.admit_external:
-        return UNPACED
-    if view.depth >= rules.steps:
-        return END_OF_RUN
+def _too_old(view: View, offer: Group, judged: dict[int, str | None]) -> str | None:
     reasons = [reason for version in sorted(offer.versions()) if (reason := judged[version]) is not None]
     hard = [reason for reason in reasons if reason != STALE]
     if hard:
         return hard[0]
-    if not reasons:
-        return None
-    if rules.keeps_over_stale:
+    if view.rules.keeps_over_stale:
         return unfit(view, offer) if offer.complete else None
     return UNPACED if offer.complete else STALE
 
@@ -67,11 +64,14 @@ def _drop(offer: Group, reason: str) -> DropRecord:
 
 def take_in(view: View) -> list[Unit]:
     """Whole offers, as far as there is room."""
-    whole = [offer for offer in view.state.offers.values() if offer.complete]
-    return [
-        tuple(
-            AdmitRecord(writer="", lane=offer.lane, group=offer.number, sample=sample, group_size=offer.size)
-            for sample in range(offer.size)
-        )
-        for offer in whole[: external_room(view)]
-    ]
+    state = view.state
+    if not state.whole_offers:
+        return []
+    return [_admission(state.offers[number]) for number in islice(state.whole_offers, external_room(view))]
+
+
+def _admission(offer: Group) -> Unit:
+    return tuple(
+        AdmitRecord(writer="", lane=offer.lane, group=offer.number, sample=sample, group_size=offer.size)
+        for sample in range(offer.size)
+    )

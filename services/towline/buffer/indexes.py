@@ -35,6 +35,10 @@ class Indexes(Facts):
         """Version -> open train groups that hold tokens of it."""
         self.lost: dict[tuple[int, int], None] = {}
         """Samples whose trajectory a stream lost, as this process found (not a fact)."""
+        self.offered_by: dict[int, dict[int, None]] = {}
+        """Version -> offers that hold tokens of it."""
+        self.whole_offers: dict[int, None] = {}
+        """Offers with every score."""
         self.deadlines: list[tuple[float, int]] = []
 
     def doom(self, group: Group, sample: Sample, reason: str) -> None:
@@ -118,6 +122,26 @@ class Indexes(Facts):
             heapq.heappush(self.deadlines, (self.groups[number].deadline, number))
         return list(found)
 
-    def offered_versions(self) -> set[int]:
-        """The versions of all tokens that external groups offer."""
-        return {version for offer in self.offers.values() for version in offer.versions()}
+    # offers
+
+    def note_offer(self, offer: Group, index: int) -> None:
+        """Its sample `index` has got its score."""
+        sample = offer.samples[index]
+        assert sample is not None
+        assert sample.scored is not None
+        for version in sample.scored.versions:
+            self.offered_by.setdefault(version, {})[offer.number] = None
+        if offer.complete:
+            self.whole_offers[offer.number] = None
+
+    def forget_offer(self, number: int) -> Group | None:
+        """It's admitted or turned away: out of the offers and their indexes. The group, if it was one."""
+        self.refused.pop(number, None)
+        self.whole_offers.pop(number, None)
+        offer = self.offers.pop(number, None)
+        for version in offer.versions() if offer is not None else ():
+            holders = self.offered_by.get(version, {})
+            holders.pop(number, None)
+            if not holders:
+                self.offered_by.pop(version, None)
+        return offer

@@ -70,6 +70,7 @@ class Outcomes(Indexes):
                 return
             offer.samples[outcome.sample] = Sample(0, 0, 0, 0, scored=scored_from(outcome))
             offer.scores += 1
+            self.note_offer(offer, outcome.sample)
             if (fault := _fault(outcome)) is not None:
                 self.refused.setdefault(outcome.group, fault)
 

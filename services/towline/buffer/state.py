@@ -112,10 +112,9 @@ class State(Outcomes):
         if group is None:
             if number in self.closed_external or not is_external(number):
                 raise InvariantError(f"{where} is of a group that was closed, or is no external one", code="group_reused")
-            group = self.offers.pop(number, None) or Group(
+            group = self.forget_offer(number) or Group(
                 number, EXTERNAL, record.group_size, math.inf, None, None, [None] * record.group_size
             )
-            self.refused.pop(number, None)
             group.admitted_sequence = sequence
             self.groups[number] = group
             self.enter(group)
@@ -203,8 +202,7 @@ class State(Outcomes):
 
     def _turn_away(self, record: DropRecord) -> None:
         """An offer that was never admitted."""
-        self.offers.pop(record.group, None)
-        self.refused.pop(record.group, None)
+        self.forget_offer(record.group)
         self.closed_external[record.group] = None
         offered = record.offered if isinstance(record.offered, int) else 0
         self.turned_away[record.reason] = self.turned_away.get(record.reason, 0) + offered

@@ -88,6 +88,14 @@ def test_more_than_a_bounds_worth_of_waiting_is_turned_away_as_unpaced() -> None
     assert (shown["unpaced"], shown["turned_away"], shown["admitted"], shown["dropped"]) == (4, {UNPACED: 4}, 4, {})
 
 
+def test_half_offers_are_bounded_by_max_open_groups() -> None:
+    world = started(groups_per_batch=1, max_staleness=1, steps=20, max_open_groups=3)
+    for number in range(-1, -6, -1):
+        world.offer(number, 0)
+    world.settle()
+    assert turned_away(world) == [(-4, UNPACED, 1, 0), (-5, UNPACED, 1, 0)]
+
+
 def test_an_offer_that_gets_too_stale_is_turned_away_whole_as_unpaced_and_in_part_as_stale() -> None:
     world = started(groups_per_batch=1, max_staleness=0, steps=20)
     world.offer(-1)

@@ -24,7 +24,7 @@ from unit.buffer.world import World, rules
 
 EXTERNALS = (-1, -2, -3)
 INDEXES = ("complete", "open_train", "failing", "doomed", "stranded", "surplus", "by_version", "eval_scores",
-           "flat", "requeue")  # fmt: skip
+           "flat", "requeue", "whole_offers", "offered_by")  # fmt: skip
 
 
 class BufferMachine(RuleBasedStateMachine):
