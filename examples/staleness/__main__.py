@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -65,10 +66,11 @@ def table(cells: list[Cell], results: dict[str, Any]) -> list[str]:
 
 
 def batches_to(result: dict[str, Any], reward: float) -> int | None:
-    """The first batch of five in a row whose mean reward is that."""
-    for end in range(5, len(result["train_reward"]) + 1):
-        if np.mean(result["train_reward"][end - 5 : end]) >= reward:
-            return end
+    """The batches after which the held-out reward first is that, on the line between two evaluations."""
+    points = result["held_out"]
+    for (before, low), (after, high) in itertools.pairwise(points):
+        if low < reward <= high:
+            return int(before + (after - before) * (reward - low) / (high - low) + 0.5)
     return None
 
 

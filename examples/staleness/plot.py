@@ -13,7 +13,6 @@ COLOURS = {0: "#1b6ca8", 1: "#2a9d8f", 2: "#8ab17d", 4: "#e9a23b", 8: "#c8442c"}
 DASHES = {"none": "-", "tis": "--"}
 MARKS = {"none": "o", "tis": "D"}
 LABELS = {"none": "no correction", "tis": "truncated importance sampling"}
-SMOOTHED_STEPS = 5
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -28,12 +27,16 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for result in results.values():
         by_cell[result["max_staleness"], result["correction"]].append(result)
     for (bound, correction), found in sorted(by_cell.items()):
-        rewards = np.mean([smoothed(result["train_reward"]) for result in found], axis=0)
-        curves.plot(np.arange(rewards.size), rewards, DASHES[correction], color=COLOURS[bound], linewidth=1.6)
+        # Held-out, not the trained batches' own: those were sampled by policies that are up to max_staleness steps older.
+        depths = [depth for depth, _ in found[0]["held_out"]]
+        rewards = np.mean([np.interp(depths, *zip(*result["held_out"], strict=True)) for result in found], axis=0)
+        curves.plot(
+            depths, rewards, DASHES[correction], color=COLOURS[bound], linewidth=1.6, marker=MARKS[correction], markersize=3.5
+        )
     handles = [plt.Line2D([], [], color=COLOURS[bound], label=f"max_staleness {bound}") for bound in STALENESS]
     handles += [plt.Line2D([], [], color="0.3", linestyle=DASHES[name], label=LABELS[name]) for name in CORRECTIONS]
     curves.legend(handles=handles, fontsize=8, loc="lower right")
-    curves.set(xlabel="step", ylabel=f"reward of the trained batches (mean of {SMOOTHED_STEPS} steps)", title="Learning")
+    curves.set(xlabel="step", ylabel="held-out reward (256 samples)", title="Learning")
 
     places = {bound: place for place, bound in enumerate(STALENESS)}
     for shift, correction in ((-0.08, "none"), (0.08, "tis")):
@@ -63,14 +66,6 @@ def draw(results: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
-
-
-def smoothed(values: list[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Trailing mean; the first values are means of what there is."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - SMOOTHED_STEPS, 0)
-    return np.asarray((sums[ends] - sums[starts]) / (ends - starts))
 
 
 def held_out_end(result: dict[str, Any]) -> float:

@@ -68,6 +68,6 @@ def test_the_table_says_what_the_results_say() -> None:
     cells = study.grid(range(1))
     lines = command.table(cells, {cell.name: result(cell) for cell in cells})
     assert len(lines) == 12
-    assert lines[2] == "| 0 | none | 0.00 | 0.0000 | 0.750 | never | 50 |"
-    assert command.batches_to({"train_reward": [0.1, 0.7, 0.7, 0.7, 0.7, 0.7]}, 0.7) == 6
-    assert command.batches_to({"train_reward": [0.1] * 6}, 0.7) is None
+    assert lines[2] == "| 0 | none | 0.00 | 0.0000 | 0.750 | 10 | 50 |"
+    assert command.batches_to({"held_out": [[0, 0.2], [10, 0.6], [20, 0.8]]}, 0.7) == 15
+    assert command.batches_to({"held_out": [[0, 0.2], [10, 0.6]]}, 0.7) is None
