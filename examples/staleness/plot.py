@@ -29,7 +29,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for (bound, correction), found in sorted(by_cell.items()):
         # Held-out, not the trained batches' own: those were sampled by policies that are up to max_staleness steps older.
         depths = [depth for depth, _ in found[0]["held_out"]]
-        rewards = np.mean([np.interp(depths, *zip(*result["held_out"], strict=True)) for result in found], axis=0)
+        rewards = np.mean([np.interp(depths, *np.array(result["held_out"]).T) for result in found], axis=0)
         curves.plot(
             depths, rewards, DASHES[correction], color=COLOURS[bound], linewidth=1.6, marker=MARKS[correction], markersize=3.5
         )
