@@ -1,4 +1,4 @@
-"""A trainer whose two ranks each hold a part of every tensor (FSDP2), started as one process: it publishes what one alone would."""
+"""A trainer whose two ranks each hold a part of every tensor (FSDP2), started as one process, publishes what one alone would."""
 
 from __future__ import annotations
 
