@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 EXTRAS := torch,megatron,local,fast,checksums,plots,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-large soak lint clean bench-weights staleness-study bench-activation sglang-venv demo-sglang test-sglang test-megatron
+.PHONY: help setup demo test test-large test-ranks soak lint clean bench-weights staleness-study bench-activation sglang-venv demo-sglang test-sglang test-megatron
 
 help:
 	@echo "make setup   the virtual environment (the other targets call it; nothing to do: under a second)"
@@ -22,6 +22,7 @@ help:
 	@echo "make sglang-venv   an SGLang that serves on a CPU, in .venv-sglang (2.7 GB; on a GPU machine: pip install sglang)"
 	@echo "make demo-sglang   the demo with SGLang as its engine, on a CPU (STEPS=50)"
 	@echo "make test-sglang   the tests on real SGLang servers (minutes)"
+	@echo "make test-ranks   DDP and FSDP2 over two ranks with every option (a minute or two)"
 	@echo "make test-megatron   Megatron-Core over two and four ranks, on this machine's CPUs (minutes)"
 	@echo "make clean   remove caches and runs/; .venv stays"
 
@@ -59,6 +60,9 @@ test: lint
 
 test-large: setup
 	@$(BIN)/pytest --quiet -m slow tests/unit/delta
+
+test-ranks: setup
+	@$(BIN)/pytest --quiet -m slow tests/unit/learner tests/live/trainer
 
 KILLS ?= 1000
 SEED ?= 0
