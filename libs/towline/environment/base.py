@@ -44,6 +44,15 @@ class Environment(Protocol):
 
 
 @runtime_checkable
+class Closing(Protocol):
+    """What an environment may have besides, that holds something outside of itself."""
+
+    async def close(self) -> None:
+        """Its sample is over, or was given up. Called once."""
+        ...
+
+
+@runtime_checkable
 class Resumable(Protocol):
     """What an environment may have besides, so that a sample can go on in another process. One that hasn't is brought to the
     same state by the policy's turns, which it must then answer with the very same tokens; else the sample begins anew."""

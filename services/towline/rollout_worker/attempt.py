@@ -94,6 +94,8 @@ class Attempt:
             await self._fail(failed)
         finally:
             await self._partials.stop()
+            if self._episode is not None:
+                await self._episode.close()
 
     def interrupt(self, why: Interruption) -> None:
         """End it: see `_leave` for what each reason leaves behind."""
@@ -214,6 +216,7 @@ class Attempt:
             try:
                 await episode.resume(found)
             except Unusable as why:
+                await episode.close()
                 _log.warning("partial_unusable", group=self.task.group, sample=self.task.sample, reason=str(why))
                 partials.forget("environment")
             else:

@@ -13,19 +13,22 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeVar
 
 import msgspec
+import structlog
 
 from towline.config import RolloutSettings
 from towline.contract.partial import Partial
 from towline.contract.task import Task
 from towline.contract.trajectory import FinishReason
 from towline.engine.base import Engine, GenerateRequest, Generation, Progress
-from towline.environment.base import Environment, Resumable, Step
+from towline.environment.base import Closing, Environment, Resumable, Step
 from towline.errors import EngineError, TowlineError
 from towline.rollout_worker.record import Record
 
 T = TypeVar("T")
 ABORT_SECONDS = 2.0
 """How long an engine may take to give back what an aborted request has."""
+CLOSE_SECONDS = 5.0
+_log = structlog.get_logger("towline.rollout_worker")
 
 
 class EnvironmentFailed(TowlineError):
@@ -104,6 +107,15 @@ class Episode:
                 self.finish = "length"
                 return
             self._on_news()
+
+    async def close(self) -> None:
+        """Let the environment go."""
+        if isinstance(self._environment, Closing):
+            try:
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await self._environment.close()
+            except Exception as error:  # noqa: BLE001  (the sample's outcome doesn't depend on it)
+                _log.warning("environment_close", environment=self._task.environment, reason=f"{type(error).__name__}: {error}")
 
     def so_far(self) -> Record:
         """All that there is, with what the engine has told of the running turn."""
