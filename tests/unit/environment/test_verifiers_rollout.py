@@ -96,7 +96,8 @@ async def reward(response: list[int], mask: list[int], finish: Any, row: int = 0
     return await VerifiersReward(**ARGUMENTS)(
         Sample(
             prompt_tokens=np.zeros(1, np.int32), response_tokens=np.array(response, np.int32),
-            policy_mask=np.array(mask, np.uint8), finish=finish, reference={"split": "train", "row": row}, prompt_ref=PromptRef("s", 0, row), tokenizer=Characters(),
+            policy_mask=np.array(mask, np.uint8), finish=finish, reference={"split": "train", "row": row},
+            prompt_ref=PromptRef("s", 0, row), tokenizer=Characters(),
             group=1, sample=0,
         )
     )  # fmt: skip
