@@ -21,6 +21,7 @@ from towline.errors import EngineError, UsageError
 from unit.engine.models import VOCABULARY, Family, digest_of, make_model, plain_logprobs, save, state_of
 
 TOLERANCE = 1e-5
+both_ways = pytest.mark.parametrize("swap_share", [None, 1.0], ids=["exchanged", "written"])
 both_families = pytest.mark.parametrize("family", ["qwen3-tied", "llama"])
 
 
@@ -41,9 +42,15 @@ def family() -> Family:
 
 
 @pytest.fixture
-async def rig(family: Family, tmp_path: Path) -> AsyncIterator[Rig]:
+def swap_share() -> float | None:
+    """Of the rig's engine: by default most of these tests' changes are exchanges of memory."""
+    return None
+
+
+@pytest.fixture
+async def rig(family: Family, swap_share: float | None, tmp_path: Path) -> AsyncIterator[Rig]:
     old, new = make_model(family, 0), make_model(family, 1)
-    engine = TorchEngine(slots=40, max_context_tokens=400, prefill_tokens=100)
+    engine = TorchEngine(slots=40, max_context_tokens=400, prefill_tokens=100, swap_share=swap_share)
     started = await engine.start(save(old, tmp_path / "model"), 3)
     assert started.engine_digest == digest_of(state_of(old))
     yield Rig(engine, old, new, state_of(new))
@@ -146,6 +153,7 @@ async def test_what_a_request_has_so_far_is_told_at_each_mark_and_is_the_beginni
         assert spans == [(span.version, position) for span in whole.spans for position in range(span.start, span.end)][:count]
 
 
+@both_ways
 @both_families
 async def test_retract_gives_the_old_weights_tokens_before_the_cut_and_exactly_the_new_ones_after(rig: Rig) -> None:
     requests = [request(f"long{i}", prompt(4 + 13 * i, i), 250) for i in range(5)]
@@ -165,6 +173,7 @@ async def test_retract_gives_the_old_weights_tokens_before_the_cut_and_exactly_t
     assert after.spans == [VersionSpan(0, 4, 8, "start")]
 
 
+@both_ways
 @both_families
 async def test_in_place_keeps_the_old_cache_under_the_new_weights(rig: Rig) -> None:
     item = request("kept", prompt(9, 7), 200)
