@@ -16,6 +16,7 @@ help:
 	@echo "make soak    every fault point, then KILLS=1000 random kills, 150 a run (under an hour; SEED=0, STALENESS=0 1 2 in turn)"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make bench-weights   weight deltas on real optimiser steps, against others' ways (both cores idle; ARGS=--check)"
+	@echo "make test-replica   a replica's process killed at each step of preparing and activating (a quarter of an hour)"
 	@echo "make bench-activation   what a new version costs a generating torch engine (two minutes, both cores idle; ARGS=--check)"
 	@echo "make test-large   a tensor of more than 4 GiB through files and the command (minutes, 10 GB of memory, 20 GB of disk)"
 	@echo "make staleness-study   reward against max_staleness, with and without correction: ten runs, a figure (ARGS='--seeds 2')"
@@ -43,6 +44,9 @@ $(VENV)/.stamp-bench: $(STAMP)
 
 bench-weights: $(VENV)/.stamp-bench
 	@$(BIN)/python -m loadtests.weights $(ARGS)
+
+test-replica: setup
+	@$(BIN)/pytest --quiet -m slow tests/live/worker/test_replica_kills.py
 
 bench-activation: setup
 	@$(BIN)/python -m loadtests.activation $(ARGS)
