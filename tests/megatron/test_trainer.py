@@ -85,3 +85,30 @@ async def test_a_run_over_two_ranks_survives_a_rank_killed_in_a_step(
     assert figures["finished"]
     assert 0 < figures["snapshot_seconds"] < figures["train_seconds"] + figures["commit_seconds"] + figures["idle_seconds"]
     assert np.isfinite(figures["loss"])
+
+
+@pytest.mark.megatron
+async def test_the_launcher_drains_its_ranks_and_leaves_none_when_its_killed(make_settings: Make, tmp_path: Path) -> None:
+    settings = make_settings(run={"steps": 20}, buffer={"max_staleness": 1}, trainer=TP2)
+    config = write_toml(tmp_path / "run.toml", settings)
+    async with on_stage(settings) as stage:
+        stage.buffer.hold_at = 2
+
+        def depth() -> int:
+            versions = stage.versions()
+            return versions[-1].depth if versions else 0
+
+        async with process("trainer", config) as drained:
+            await until(lambda: depth() == 2, 120)
+            ranks = ranks_of(drained.pid)
+            assert len(ranks) == 2
+            drained.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(drained.wait(), settings.service.drain_seconds + 10) == 0
+            assert not any(rank.is_running() for rank in ranks)
+        stage.buffer.hold_at = 4
+        async with process("trainer", config) as killed:
+            await until(lambda: depth() == 4, 120)
+            ranks = ranks_of(killed.pid)
+            killed.kill()
+            await until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks), 30)
+            await asyncio.wait_for(killed.communicate(), 30)  # its ranks had the pipe too
