@@ -5,14 +5,18 @@ It has what they need of a Hugging Face tokenizer. `transformers` isn't imported
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from towline.errors import UsageError
 from towline.verifiers.tokenizer import LazyTokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 
 class PlainTokenizer:
@@ -40,6 +44,17 @@ class PlainTokenizer:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
+    @functools.cached_property
+    def _compiled(self) -> Template:
+        if self._template is None:
+            raise UsageError("the base model has no chat template: give prompts as text or token IDs", code="chat_template")
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _refuse
+        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        return environment.from_string(self._template)
+
     @property
     def vocab_size(self) -> int:
         return int(self._tokenizer.get_vocab_size())
@@ -53,16 +68,7 @@ class PlainTokenizer:
         **variables: Any,
     ) -> Any:
         """The messages as the model's chat template writes them: token IDs, or with tokenize=False the text."""
-        if self._template is None:
-            raise UsageError("the base model has no chat template: give prompts as text or token IDs", code="chat_template")
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-        text = environment.from_string(self._template).render(
-            messages=messages, add_generation_prompt=add_generation_prompt, **self._special, **variables
-        )
+        text = self._compiled.render(messages=messages, add_generation_prompt=add_generation_prompt, **self._special, **variables)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
 
