@@ -230,7 +230,7 @@ class SyntheticEngine:
             if finish == "stop":
                 tokens[-1] = stops[0]
         starts = [cut for cut in running.cuts if cut.start < count]
-        ends = [cut.start for cut in starts[1:]] + [count]
+        ends = [*(cut.start for cut in starts[1:]), count][: len(starts)]  # no token, no span
         now = time.perf_counter()
         return Progress(
             tokens=tokens.tolist(),

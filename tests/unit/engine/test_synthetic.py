@@ -160,6 +160,16 @@ async def test_an_abort_keeps_what_is_there(engines: Any) -> None:
     assert 0 < len(result.tokens) < 500
 
 
+async def test_an_abort_before_the_first_token_gives_back_nothing(engines: Any) -> None:
+    engine = await engines(slots=1, mean_tokens=1000.0, sigma=0.01, tokens_per_second=0.5)
+    begun, waiting = (asyncio.create_task(engine.generate(request(seed))) for seed in (1, 2))
+    await asyncio.sleep(0.05)
+    engine.abort("1")
+    engine.abort("2")
+    for result in (await begun, await waiting):
+        assert (result.finish, result.tokens, result.spans) == ("abort", [], [])
+
+
 async def test_a_request_too_long_for_the_context_is_refused(engines: Any) -> None:
     engine = await engines(max_context_tokens=100)
     with pytest.raises(UsageError, match="context of 100"):
