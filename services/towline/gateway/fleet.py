@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import structlog
@@ -13,6 +13,7 @@ import structlog
 from towline.bus.client import Bus
 from towline.bus.topology import REPLICAS
 from towline.contract.policy import ReplicaInfo, decode_replica
+from towline.contract.serve import ServeChunk
 from towline.errors import MalformedError, UnavailableError
 from towline.gateway.routing import Candidate, Constraint, Prefixes, order
 from towline.replica.following import Following
@@ -30,12 +31,12 @@ _log = structlog.get_logger("towline.gateway")
 class _Known:
     info: ReplicaInfo
     version: int | None
-    load: int
-    """As it last said."""
+    foreign: int
+    """Slots that others take there, and their requests that wait, as it last said."""
     mine: int = 0
-    """Requests of this gateway that are there."""
-    mine_then: int = 0
-    """Of those, how many its last word counts."""
+    """Requests of this gateway that are there, or on their way."""
+    taken: int = 0
+    """Of those: what its door has taken, and so counts."""
     down_until: float = 0.0
 
 
@@ -68,7 +69,7 @@ class Fleet:
         now = time.monotonic()
         return [
             Candidate(
-                name=name, version=one.version, slots=one.info.slots, load=one.load + one.mine - one.mine_then,
+                name=name, version=one.version, slots=one.info.slots, load=one.foreign + one.mine,
                 usable=one.version is not None and one.info.state not in ("draining", "starting") and one.down_until <= now,
                 pinned=one.info.subscription == "pinned",
             )
@@ -108,28 +109,34 @@ class Fleet:
     # What the calls learn
 
     @contextlib.contextmanager
-    def taken(self, replica: str, prompt: list[int], session: str | None) -> Iterator[None]:
-        """While a request is there."""
+    def visit(self, replica: str, prompt: list[int], session: str | None) -> Iterator[Callable[[ServeChunk], None]]:
+        """While a request is there; what is yielded is told of each chunk that comes from there."""
         self.prefixes.note(prompt, session, replica)
         one = self._known.get(replica)
+        counted = False
+
+        def hear(chunk: ServeChunk) -> None:
+            nonlocal counted
+            if one is None:
+                return
+            if not counted:
+                counted = True
+                one.taken += 1
+            one.foreign = max(chunk.busy - one.taken, 0)
+            self.heard(replica, chunk.applied)
+
         if one is not None:
             one.mine += 1
         try:
-            yield
+            yield hear
         finally:
             if one is not None:
                 one.mine -= 1
-                if one.mine_then:
-                    one.mine_then -= 1
-                    one.load = max(one.load - 1, 0)
+                one.taken -= counted
 
-    def heard(self, replica: str, version: int | None, busy: int | None = None) -> None:
-        """What a door said of itself."""
-        if (one := self._known.get(replica)) is None:
-            return
-        if busy is not None:
-            one.load, one.mine_then = busy, one.mine
-        if version != one.version:
+    def heard(self, replica: str, version: int | None) -> None:
+        """Which version a door says it advertises."""
+        if (one := self._known.get(replica)) is not None and version != one.version:
             one.version = version
             self._tell()
 
@@ -165,7 +172,7 @@ class Fleet:
                 changed = True
             elif info.at != one.info.at:
                 changed |= info.version != one.version or info.state != one.info.state
-                one.info, one.version, one.load, one.mine_then = info, info.version, info.busy, one.mine
+                one.info, one.version, one.foreign = info, info.version, max(info.busy - one.taken, 0)
         if changed:
             self._tell()
 

@@ -163,11 +163,11 @@ class Sampler:
             position0=offset, min_version=ask.constraint.min_version, exact_version=ask.constraint.exact_version,
             chunk_tokens=self._chunk_tokens,
         )  # fmt: skip
-        with self._fleet.taken(replica, ask.prompt, ask.session):
+        with self._fleet.visit(replica, ask.prompt, ask.session) as hear:
             async with contextlib.aclosing(self._calls.call(replica, request)) as chunks:
                 try:
                     async for chunk in chunks:
-                        self._fleet.heard(replica, chunk.applied, chunk.busy)
+                        hear(chunk)
                         self._take(chunk, sample, offset)
                         if chunk.finish is not None or chunk.tokens is not None:
                             yield chunk.finish

@@ -107,7 +107,7 @@ class Scene:
         return client
 
     async def close(self) -> None:
-        broken = []
+        broken: list[BaseException] = []
         for service, running, bus, client in self._gateways:
             await client.aclose()
             service.draining.set()
