@@ -64,6 +64,8 @@ class OrderedReader:
         self._consumer = ""
         self._life_count = 0
         self._asked = 0
+        self._ask_below = 0
+        """More are asked for once no more than so many are on their way."""
         self._mean_bytes = float(_FIRST_GUESS_BYTES)
 
     async def messages(self) -> AsyncGenerator[Message, None]:
@@ -138,9 +140,10 @@ class OrderedReader:
         """What one consumer brings, with how much it had left then; ends at the first doubt."""
         expected = 1
         while True:
-            with contextlib.suppress(Unsettled):
-                await self._ask_for_more()
-            arrived = await self._next_arrived()
+            if self._asked <= self._ask_below:
+                with contextlib.suppress(Unsettled):
+                    await self._ask_for_more()
+            arrived = self._arrived.popleft() if self._arrived else await self._next_arrived()
             if arrived is None:
                 return
             if not arrived.reply.startswith("$JS.ACK."):
@@ -167,7 +170,8 @@ class OrderedReader:
 
     async def _ask_for_more(self) -> None:
         want = max(2, min(MOST_MESSAGES, int(MOST_BYTES / max(self._mean_bytes, 1.0))))
-        if self._asked > want // 2:
+        self._ask_below = want // 2
+        if self._asked > self._ask_below:
             return
         request = {
             "batch": want - self._asked,

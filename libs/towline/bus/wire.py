@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from nats.aio.msg import Msg
@@ -83,8 +83,7 @@ class Message:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """What a consumer's reply subject says of the message it came with."""
 
     sequence: int
