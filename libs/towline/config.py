@@ -181,8 +181,8 @@ class RolloutSettings(_Section):
     tool_seconds: Annotated[float, Field(ge=0)] = 120.0
     """An answer of the environment that takes longer ends its sample, as `deadline`; 0: none does."""
     group_margin_seconds: Annotated[float, Field(ge=0)] = 5.0
-    """A sample that still runs so long before its group's deadline ends, as `deadline`, rather than be dropped with all its
-    group; 0: it goes on."""
+    """A sample that still runs so long (at most a tenth of its group's time) before its group's deadline ends, as `deadline`,
+    rather than be dropped with all its group; 0: it goes on."""
     queue_seconds: Positive = 1.0
     """A worker asks for fewer samples at a time where they wait longer than this in its engine (and than a tenth of the time
     that they take), and for more again where they don't."""

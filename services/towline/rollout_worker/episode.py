@@ -28,6 +28,8 @@ T = TypeVar("T")
 ABORT_SECONDS = 2.0
 """How long an engine may take to give back what an aborted request has."""
 CLOSE_SECONDS = 5.0
+MARGIN_SHARE = 0.1
+"""Of a group's time: what rollout.group_margin_seconds takes of it at most."""
 _log = structlog.get_logger("towline.rollout_worker")
 
 
@@ -186,7 +188,9 @@ class Episode:
         if limits.turn_seconds:
             left.append(limits.turn_seconds)
         if limits.group_margin_seconds:
-            left.append(self._task.deadline - limits.group_margin_seconds - time.time())
+            task = self._task
+            margin = min(limits.group_margin_seconds, MARGIN_SHARE * (task.deadline - task.admitted_at))
+            left.append(task.deadline - margin - time.time())
         return min(left, default=None)
 
     # The environment

@@ -54,11 +54,14 @@ async def test_a_group_s_deadline_less_its_margin_ends_what_still_runs(world: Wo
     world.seed()
     await start(group_margin_seconds=10.0)
     await world.served(0)
-    await world.task(1, sampling=LONG, deadline=time.time() + 11.0)
+    await world.task(1, sampling=LONG, admitted_at=time.time() - 1000.0, deadline=time.time() + 11.0)
+    await world.task(3, sampling=SamplingParams(max_tokens=8), deadline=time.time() + 9.0)
     await world.task(2, sampling=LONG, deadline=time.time() + 600.0)
     assert_cut_off(world, await world.trajectory(1), 1500)
     assert await world.failures() == []
-    assert list(await world.trajectories()) == [(1, 0)], "the other one still runs"
+    trajectories = await world.trajectories()
+    assert sorted(trajectories) == [(1, 0), (3, 0)], "the other one still runs"
+    assert trajectories[3, 0].finish != "deadline", "a short time has a short margin"
 
 
 async def test_a_tool_past_its_deadline_ends_the_sample_after_the_policy_s_turn(world: World, start: Start) -> None:
