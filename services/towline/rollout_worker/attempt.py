@@ -211,7 +211,9 @@ class Attempt:
             await bench.change.wait(left)
         await partials.begin()
         buffer = bench.settings.buffer
-        if (found := partials.usable(buffer.max_staleness, keep_off_line=buffer.off_line == "keep")) is not None:
+        keep_stale = buffer.over_stale not in ("drop", "requeue")
+        found = partials.usable(buffer.max_staleness, keep_off_line=buffer.off_line == "keep", keep_stale=keep_stale)
+        if found is not None:
             episode = await self._new_episode()
             try:
                 await episode.resume(found)

@@ -94,8 +94,9 @@ class Partials:
         """Whether it names a version that this worker's view of the LOG doesn't hold yet."""
         return self.found is not None and not _versions(self.found) <= set(self._origin.replica.lineage.versions())
 
-    def usable(self, max_staleness: int, *, keep_off_line: bool) -> Partial | None:
-        """What can be gone on from by the LOG as it is now; what can't is forgotten."""
+    def usable(self, max_staleness: int, *, keep_off_line: bool, keep_stale: bool = False) -> Partial | None:
+        """What can be gone on from by the LOG as it is now; what can't is forgotten. `keep_stale`: the buffer takes tokens over
+        the bound, too."""
         partial, task, lineage = self.found, self._task, self._origin.replica.lineage
         if partial is None:
             return None
@@ -104,7 +105,7 @@ class Partials:
             why = "unknown"
         elif task.exact_version is not None and versions != {task.exact_version}:
             why = "moved"
-        elif task.lane == TRAIN and stale(lineage, min(versions, key=lineage.effective_depth), max_staleness):
+        elif task.lane == TRAIN and not keep_stale and stale(lineage, min(versions, key=lineage.effective_depth), max_staleness):
             why = "stale"
         elif task.lane == TRAIN and not (keep_off_line and max_staleness) and not all(map(lineage.on_line, versions)):
             why = "off_line"
