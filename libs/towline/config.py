@@ -245,6 +245,8 @@ class TrainerSettings(_Section):
     """With tp: activations between the matrices are split along the sequence (megatron)."""
     distributed_optimizer: bool = False
     """With dp: each rank has a part of the optimiser's state (megatron)."""
+    rank_timeout_seconds: Positive = 1800.0
+    """How long a rank waits for one that hangs, or that fetches or uploads more than it does. One that dies is seen at once."""
     recompute: bool = False
     """Activations are computed again in the backward pass instead of being kept."""
     dtype: Literal["float32", "bfloat16"] = "float32"

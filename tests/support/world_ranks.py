@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from towline.errors import FencedError, TowlineError, UsageError
-from towline.learner import world as module
 from towline.learner.world import World, join_world
 
 
@@ -51,7 +50,7 @@ def main() -> None:
     found["agreed"] = world.agreed is not None
     found["two_fail"] = caught(lambda: together(world, UsageError(f"of {rank}") if rank else None))
     found["after"] = [part.decode() for part in world.all_gather(str(rank).encode())]
-    module.TIMEOUT_SECONDS = 2.0
+    world.timeout_seconds = 2.0
     hanging, dying = world.channel(), world.channel()
     if rank == 1:
         time.sleep(6.0)

@@ -18,10 +18,9 @@ import numpy as np
 from towline import errors
 from towline.errors import InvariantError, TowlineError, UnavailableError, UsageError
 
-TIMEOUT_SECONDS = 120.0
-"""How long a rank waits for the others in one call. Whoever makes the others wait for a decision says `still here` meanwhile."""
-START_SECONDS = 300.0
-"""How long the ranks have to find each other: imports take half a minute where cores are few."""
+TIMEOUT_SECONDS = 1800.0
+"""How long a rank waits for the others in one call: for one that hangs, or that fetches or uploads much more than they do. One
+that dies is noticed at once."""
 MAX_BYTES = 1 << 40
 RANK_LOST = "rank_lost"
 """Code of the `UnavailableError` that no repeat helps against: start all ranks again."""
@@ -30,11 +29,20 @@ RANK_LOST = "rank_lost"
 class World:
     """`size` processes, this one being `rank`. One thread at a time; several threads take a `channel` each."""
 
-    def __init__(self, rank: int = 0, size: int = 1, group: Any = None, members: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        group: Any = None,
+        members: Sequence[int] = (0,),
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
         self.rank = rank
         self.size = size
         self.members = tuple(members)
         """The global rank of each of this world's ranks."""
+        self.timeout_seconds = timeout_seconds
+        """Of this world's calls and those of what is made from it."""
         self.agreed: TowlineError | None = None
         """The last error that `agree` raised here: all ranks met it, at the same call."""
         self._group = group
@@ -52,7 +60,7 @@ class World:
             members = [self.members[place] for place in places]
             group = self._new_group(members)
             if each == colour:
-                mine = World(places.index(self.rank), len(places), group, members)
+                mine = World(places.index(self.rank), len(places), group, members, self.timeout_seconds)
         return mine
 
     def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
@@ -141,7 +149,7 @@ class World:
             return None
         import torch.distributed as dist
 
-        return dist.new_group(members, backend="gloo", timeout=timedelta(seconds=TIMEOUT_SECONDS))
+        return dist.new_group(members, backend="gloo", timeout=timedelta(seconds=self.timeout_seconds))
 
     @staticmethod
     def _tensor(values: Any) -> Any:
@@ -150,11 +158,11 @@ class World:
         return torch.from_numpy(values)
 
 
-def join_world(device: str) -> World:
+def join_world(device: str, timeout_seconds: float = TIMEOUT_SECONDS) -> World:
     """The world that `torchrun` (RANK, WORLD_SIZE, MASTER_ADDR…) started this process in; alone where it didn't.
 
     Makes torch's default process group, on which a backend makes its own: nccl for CUDA tensors, gloo for the others.
-    `UnavailableError` where the ranks don't find each other in `START_SECONDS`.
+    `UnavailableError` where the ranks don't find each other in `timeout_seconds`; `UsageError` where there is no such device.
     """
     rank, size = place()
     if size == 1:
@@ -164,15 +172,23 @@ def join_world(device: str) -> World:
 
     backend = "gloo"
     if device.startswith("cuda"):
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if local >= torch.cuda.device_count():
+            raise UsageError(
+                f"trainer.device = {device!r}: rank {rank} wants GPU {local} of this machine, which has "
+                f"{torch.cuda.device_count()}; start fewer ranks here",
+                code="device",
+            )
+        torch.cuda.set_device(local)
         backend = "cpu:gloo,cuda:nccl"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=START_SECONDS))
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
     except (RuntimeError, ValueError) as error:
         line = (str(error).splitlines() or [""])[0]
         raise UnavailableError(f"rank {rank} of {size}: the ranks don't find each other: {line}", code=RANK_LOST) from error
     members = list(range(size))
-    return World(rank, size, dist.new_group(members, backend="gloo", timeout=timedelta(seconds=TIMEOUT_SECONDS)), members)
+    group = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+    return World(rank, size, group, members, timeout_seconds)
 
 
 def place() -> tuple[int, int]:

@@ -20,7 +20,7 @@ from towline.contract.control import BatchRecord
 from towline.errors import InvariantError, TowlineError, UnavailableError
 from towline.learner.base import Learner, StepReport
 from towline.learner.rows import Gathered
-from towline.learner.world import RANK_LOST, TIMEOUT_SECONDS, World, join_world, place
+from towline.learner.world import RANK_LOST, World, join_world, place
 from towline.store.checkpoints import CheckpointMeta
 from towline.store.log import Log
 from towline.store.manifest import FileRecord, Manifest, TensorRecord, VersionFacts
@@ -30,7 +30,8 @@ from towline.trainer.commands import CHANNELS, ROWS, STAGE, WORK, AnyCommand, en
 from towline.trainer.member import Member, Snapshotted
 from towline.trainer.rows import Gatherer
 
-STILL_SECONDS = TIMEOUT_SECONDS / 6
+STILL_SHARE = 1 / 6
+"""Of the ranks' time-out: how often rank 0 says that it's still there."""
 STOP_SECONDS = 5.0
 """How long a channel that is busy is waited for before the ranks are left to find out by themselves."""
 
@@ -159,11 +160,12 @@ class Crew:
     def _keep(self) -> None:
         """Join the world, then say `still` on each idle channel for as long as the process lives."""
         try:
-            world = join_world(self._settings.trainer.device)
+            trainer = self._settings.trainer
+            world = join_world(trainer.device, trainer.rank_timeout_seconds)
             self._worlds = {name: world.channel() for name in CHANNELS}
             self._member = Member(self._settings, self._objects, self._worlds)
             self._ready.set()
-            while not self._stopping.wait(STILL_SECONDS):
+            while not self._stopping.wait(world.timeout_seconds * STILL_SHARE):
                 for channel in CHANNELS:
                     with self._idle(channel) as idle:
                         if idle and not self._stopping.is_set():

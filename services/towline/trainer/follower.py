@@ -86,7 +86,7 @@ def end_with_parent() -> None:
 
 async def _follow(settings: Settings, replica: str, rank: int) -> None:
     objects = open_store(settings.store)
-    world = await asyncio.to_thread(join_world, settings.trainer.device)
+    world = await asyncio.to_thread(join_world, settings.trainer.device, settings.trainer.rank_timeout_seconds)
     worlds: dict[str, World] = {}
     for name in CHANNELS:
         worlds[name] = await asyncio.to_thread(world.channel)

@@ -90,6 +90,16 @@ def test_ranks_that_werent_started_are_missed(tmp_path: Path) -> None:
         MegatronLearner(folder, settings_for(folder, backend="megatron", tp=2), 0)
 
 
+def test_a_device_that_isnt_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_model(tmp_path / "model", "llama", tied=False)
+    with pytest.raises(UsageError, match="no GPU was found"):
+        MegatronLearner(folder, settings_for(folder, backend="megatron", device="cuda:0"), 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    with pytest.raises(UsageError, match="or hide them with CUDA_VISIBLE_DEVICES"):
+        MegatronLearner(folder, settings_for(folder, backend="megatron"), 0)
+
+
 def test_a_batch_without_a_signal_leaves_the_weights(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "llama", tied=True)
     learner = MegatronLearner(folder, settings_for(folder, backend="megatron"), 0)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from towline.learner.megatron.architecture import Architecture
 from towline.learner.megatron.batches import MicroBatch
 from towline.learner.megatron.slots import Slot, slots_of
 from towline.learner.torch_model import safetensors_files
-from towline.learner.world import START_SECONDS, World
+from towline.learner.world import World
 
 LossOf = Callable[[Tensor, MicroBatch], Tensor]
 """f32[N, v] logits of the policy tokens (this rank's columns, temperature applied) -> the micro batch's loss."""
@@ -39,6 +39,7 @@ def start_parallel(trainer: TrainerSettings, world: World, seed: int) -> None:
             f"trainer.dp x tp x pp is {trainer.ranks}, and {world.size} ranks were started; start as many with torchrun",
             code="parallel",
         )
+    _check_device(trainer.device)
     if not dist.is_initialized():
         dist.init_process_group(
             "nccl" if trainer.device.startswith("cuda") else "gloo", store=dist.HashStore(), rank=0, world_size=1
@@ -50,10 +51,19 @@ def start_parallel(trainer: TrainerSettings, world: World, seed: int) -> None:
         tensor_model_parallel_size=trainer.tp,
         pipeline_model_parallel_size=trainer.pp,
         create_gloo_process_groups=cuda,
-        distributed_timeout_minutes=int(timedelta(seconds=START_SECONDS).total_seconds() // 60),
+        distributed_timeout_minutes=math.ceil(world.timeout_seconds / 60),
     )
     # Without CUDA a tracker that forks nothing: exact, since there is no dropout.
     tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=not cuda, force_reset_rng=True)
+
+
+def _check_device(device: str) -> None:
+    """Megatron-Core takes CUDA wherever there is some."""
+    if torch.cuda.is_available() and not device.startswith("cuda"):
+        way_out = "there are GPUs: set trainer.device = 'cuda', or hide them with CUDA_VISIBLE_DEVICES= in the environment"
+        raise UsageError(f"trainer.device = {device!r} with the megatron backend, and {way_out}", code="device")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(f"trainer.device = {device!r}: no GPU was found; set trainer.device = 'cpu'", code="device")
 
 
 class _Norm(torch.nn.RMSNorm):  # type: ignore[misc]  # torch isn't typed here
