@@ -27,7 +27,7 @@ from towline.store.log import Log
 from towline.store.objects import ObjectStore
 from towline.verifiers.tokenizer import stored_tokenizer
 
-HAND_OVER_SECONDS, LEAVE_SECONDS = 2.0, 1.0
+HAND_OVER_SECONDS, LEAVE_SECONDS = 3.0, 1.0
 """Kept of the drain's time for giving back what isn't finished, and then for leaving the registry."""
 _log = structlog.get_logger("towline.rollout_worker")
 

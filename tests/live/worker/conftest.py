@@ -11,9 +11,11 @@ import pytest
 
 from live.worker.world import World
 from towline.bus.client import Bus
-from towline.config import BusSettings
+from towline.config import BusSettings, StoreSettings
 from towline.engine.choice import make_engine
 from towline.rollout_worker.worker import Worker
+from towline.store.blobs import Blobs
+from towline.store.objects import open_store
 
 
 class Running:
@@ -29,12 +31,17 @@ class Running:
         await asyncio.gather(self.ended, return_exceptions=True)
 
 
+def blobs_of(folder: Path, run: str) -> Blobs:
+    """In the world's store."""
+    return Blobs(open_store(StoreSettings(url=(folder / "store").as_uri())), run)
+
+
 Start = Callable[..., Awaitable[Running]]
 
 
 @pytest.fixture
 async def world(bus_settings: BusSettings, tmp_path: Path, run_name: str) -> AsyncIterator[World]:
-    bus = await Bus.connect(bus_settings, run=run_name, client_name="test")
+    bus = await Bus.connect(bus_settings, run=run_name, client_name="test", blobs=blobs_of(tmp_path, run_name))
     await bus.ensure()
     yield World(bus, tmp_path, run_name)
     await bus.close()
@@ -47,7 +54,7 @@ async def start(world: World, bus_settings: BusSettings) -> AsyncIterator[Start]
 
     async def begin(name: str = "w", *, buffer: dict[str, Any] | None = None, **rollout: Any) -> Running:
         settings = world.settings(buffer=buffer, **rollout)
-        bus = await Bus.connect(bus_settings, run=world.run, client_name=name)
+        bus = await Bus.connect(bus_settings, run=world.run, client_name=name, blobs=Blobs(world.objects, world.run))
         worker = Worker(
             name=name, settings=settings, bus=bus, objects=world.objects, engine=make_engine(settings.rollout),
             folder=world.folder / f"copy-{name}",

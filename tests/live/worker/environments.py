@@ -64,6 +64,13 @@ class Saving(Counting):
         self._turns = int(saved)
 
 
+class Bulky(Saving):
+    """Its state is more than a message of the bus can hold."""
+
+    def save(self) -> bytes:
+        return super().save() + b" " * (9 << 20)
+
+
 class Killing:
     """Takes its worker's process with it at the policy's first word."""
 

@@ -210,6 +210,22 @@ async def test_a_partial_that_can_not_be_fresh_any_more_or_is_another_task_s_is_
     assert second.worker.figures.partials.resumed == 0
 
 
+async def test_a_partial_that_is_too_large_for_a_message_goes_by_the_store(world: World, start: Start) -> None:
+    world.seed()
+    first = await start("a", partial_every_tokens=0)
+    stops = SamplingParams(max_tokens=500, stop_token_ids=tuple(range(0, 61, 20)))
+    await world.task(1, environment="live.worker.environments:Bulky", sampling=stops)
+    await until(lambda: _has_tokens(world, 1, 50))
+    first.worker.drain()
+    await first.ended
+    partial = await partial_of(world, 1)
+    assert partial.environment_state is not None
+    assert len(partial.environment_state) > world.bus.max_payload
+    second = await start("b", partial_every_tokens=0)
+    assert (await world.trajectory(1, seconds=30.0)).replica == "b"
+    assert second.worker.figures.partials.tokens_resumed == partial.policy_tokens
+
+
 @pytest.mark.parametrize("environment", ["Counting", "Saving"])
 async def test_a_sample_of_several_turns_goes_on_with_its_environment_where_it_was(
     world: World, start: Start, environment: str
