@@ -60,11 +60,11 @@ class Fleet:
 
     @contextlib.asynccontextmanager
     async def generating(self) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(self._generate(slot)) for slot in range(SLOTS)]
-        yield
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._generate(slot)) for slot in range(SLOTS)]
+            yield
+            for task in tasks:
+                task.cancel()
 
     async def _generate(self, slot: int) -> None:
         random = np.random.default_rng(slot)

@@ -79,6 +79,9 @@ def _stepped(state: ModelState, density: float, random: np.random.Generator) -> 
         bits = data.view("<u2")
         count = int(random.binomial(bits.size, density))
         positions = random.integers(0, bits.size, count)
+        # A step down from either zero would be a NaN in these bits, and initialisation leaves a few zeros.
+        positions = positions[bits[positions] & 0x7FFF != 0]
+        count = positions.size
         bits[positions] += random.choice(np.array([1, 0xFFFF], np.uint16), count)
         new[name] = RawTensor(tensor.spec, data)
     return new
