@@ -210,6 +210,27 @@ async def test_a_partial_that_can_not_be_fresh_any_more_or_is_another_task_s_is_
     assert second.worker.figures.partials.resumed == 0
 
 
+@pytest.mark.parametrize("off_line", ["drop", "keep"])
+async def test_after_a_fork_what_was_sampled_off_the_line_is_gone_on_from_only_where_it_may_be_kept(
+    world: World, start: Start, off_line: str
+) -> None:
+    world.seed()
+    left = world.commit(1)
+    first = await start("a", partial_every_tokens=50)
+    await world.served(left, "a")
+    await world.task(1, sampling=SamplingParams(max_tokens=500))
+    await until(lambda: _has_tokens(world, 1, 50))
+    first.worker.drain()
+    await first.ended
+    world.open(0)
+    second = await start("b", buffer={"off_line": off_line})
+    trajectory = await world.trajectory(1, seconds=30.0)
+    assert [span.version for span in trajectory.version_spans] == ([0] if off_line == "drop" else [left, 0])
+    assert_whole(world, trajectory)
+    figures = second.worker.figures.partials
+    assert (figures.refused, figures.resumed) == (({"off_line": 1}, 0) if off_line == "drop" else ({}, 1))
+
+
 async def test_a_partial_that_is_too_large_for_a_message_goes_by_the_store(world: World, start: Start) -> None:
     world.seed()
     first = await start("a", partial_every_tokens=0)
