@@ -171,7 +171,7 @@ def _why_not(group: int | None, known: _Known) -> str | None:
     if group not in known.tasks:
         return f"group {group} has no task of lane train in CONTROL: it's an evaluation's, or its task is purged"
     if group not in known.drops:
-        return f"group {group} wasn't dropped: it's open, or it was trained"
+        return f"group {group} wasn't dropped: it's open, it was trained, or its drop is purged"
     if known.drops[group][1].requeue is True:
         return f"group {group}'s prompt was admitted again when it was dropped"
     return None
