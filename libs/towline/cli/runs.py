@@ -14,7 +14,7 @@ import typer
 
 from towline.errors import TowlineError, UsageError
 
-SERVICES = ("buffer", "rollout_worker", "reward", "trainer", "publisher")
+SERVICES = ("buffer", "rollout_worker", "reward", "trainer", "publisher", "gateway")
 
 app = typer.Typer(help="The runs on this machine.", no_args_is_help=True)
 

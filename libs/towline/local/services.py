@@ -16,9 +16,10 @@ MODULES = {
     "reward": "towline.reward",
     "trainer": "towline.trainer",
     "publisher": "towline.publisher",
+    "gateway": "towline.gateway",
 }
 """In the order in which data flows."""
-STOP_ORDER = ("rollout_worker", "trainer", "reward", "publisher", "buffer")
+STOP_ORDER = ("gateway", "rollout_worker", "trainer", "reward", "publisher", "buffer")
 """Who makes work stops before who takes it."""
 
 
@@ -40,7 +41,7 @@ def service_specs(directory: RunDirectory, settings: Settings, source: Path) -> 
     """Every service process of the run, in the order of their start."""
     specs = []
     for service in MODULES:
-        for index in range(settings.rollout.replicas if service == "rollout_worker" else 1):
+        for index in range({"rollout_worker": settings.rollout.replicas, "gateway": settings.gateway.replicas}.get(service, 1)):
             threads = {"rollout_worker": settings.rollout.threads, "trainer": settings.trainer.threads}.get(service, 1)
             command = (sys.executable, "-m", MODULES[service], "--config", str(directory.settings_path), "--replica", str(index))
             specs.append(ServiceSpec(service, str(index), command, service_environment(source, threads)))

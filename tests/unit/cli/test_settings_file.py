@@ -99,6 +99,14 @@ def test_settings_in_the_environment_dont_reach_the_services(tmp_path, monkeypat
     assert environment["OMP_NUM_THREADS"] == "3"
 
 
+def test_gateways_are_started_as_asked_and_their_tenants_are_kept(tmp_path):
+    settings = demo(gateway={"replicas": 2, "tenants": {"me": {"token": "t" * 16, "concurrent": 3}}})
+    assert settings.gateway.opens_doors
+    assert [spec.process for spec in service_specs(RunDirectory(tmp_path), settings, DEMO)][-2:] == ["gateway", "gateway-1"]
+    (tmp_path / "run.toml").write_text(settings_toml(settings))
+    assert load_settings(tmp_path / "run.toml") == settings
+
+
 def test_a_run_is_found_by_name_by_folder_and_by_toml(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     directory = RunDirectory(tmp_path / "runs" / "demo")
