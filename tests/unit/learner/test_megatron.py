@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,17 @@ TP2: dict[str, Any] = {
     "name": "tp2", "model": ("qwen3", True),
     "trainer": {"tp": 2, "learning_rate": 1e-3, "minibatches": 2, "micro_batch_tokens": 30, "warmup_steps": 2},
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_groups_left() -> Iterator[None]:
+    """Other tests of this process are to find torch as it was."""
+    yield
+    if torch.distributed.is_initialized():
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
 
 
 def test_two_tensor_parallel_ranks_agree_with_one_process(tmp_path: Path) -> None:
