@@ -10,16 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load, save
 
 if not find_spec("megatron"):
     pytest.skip("megatron-core isn't installed", allow_module_level=True)
 
 from support.megatron_checks import check_curve, check_logprobs, check_published, check_resumed, launch
 from support.megatron_model import VOCABULARY, make_model
-from towline.errors import UsageError
+from towline.errors import CorruptError, UsageError
 from towline.learner.megatron.architecture import check_parallel, read_architecture
 from towline.learner.megatron.backend import MegatronLearner
 from towline.learner.megatron.slots import slots_of
+from towline.learner.torch_backend import TorchLearner
 from unit.learner.conftest import make_batch, settings_for
 
 TP2: dict[str, Any] = {
@@ -110,6 +112,29 @@ def test_a_device_that_isnt_there_is_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     with pytest.raises(UsageError, match="or hide them with CUDA_VISIBLE_DEVICES"):
         MegatronLearner(folder, settings_for(folder, backend="megatron"), 0)
+
+
+def test_the_other_backends_checkpoint_is_refused_whole(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "llama", tied=True)
+    megatron = MegatronLearner(folder, settings_for(folder, backend="megatron"), 0)
+    other = TorchLearner(folder, settings_for(folder), 0)
+    megatron.train(make_batch(1))
+    before = megatron.state()
+    with pytest.raises(CorruptError, match="go on with the backend that wrote it"):
+        megatron.restore(other.checkpoint())
+    assert all(np.array_equal(raw.data, before[name].data) for name, raw in megatron.state().items())
+    with pytest.raises(CorruptError):
+        other.restore(megatron.checkpoint())
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "llama", tied=True)
+    learner = MegatronLearner(folder, settings_for(folder, backend="megatron"), 0)
+    files = learner.checkpoint()
+    tensors = load(files["weights-00000.safetensors"])
+    del tensors["model.norm.weight"]
+    with pytest.raises(CorruptError, match=r"no weights of model\.norm\.weight"):
+        learner.restore({**files, "weights-00000.safetensors": save(tensors)})
 
 
 def test_a_batch_without_a_signal_leaves_the_weights(tmp_path: Path) -> None:
