@@ -150,7 +150,7 @@ class JetStream:
         for spec in STREAMS:
             await self._ensure(self._stream_config(spec, int(budget * spec.budget_share)))
         for bucket in BUCKETS:
-            await self._ensure(self._bucket_config(bucket))
+            await self._ensure(self._bucket_config(bucket, max(BUCKET_BYTES, int(budget * bucket.budget_share))))
 
     async def _ensure(self, wanted: dict[str, Any]) -> None:
         name = wanted["name"]
@@ -192,7 +192,7 @@ class JetStream:
             config["allow_atomic"] = True
         return config
 
-    def _bucket_config(self, spec: BucketSpec) -> dict[str, Any]:
+    def _bucket_config(self, spec: BucketSpec, max_bytes: int) -> dict[str, Any]:
         """As every client's key-value layer makes a bucket, so that `nats kv` reads it."""
         name = self.topology.bucket(spec)
         ttl = spec.ttl_seconds or 0.0
@@ -202,7 +202,7 @@ class JetStream:
             "retention": "limits",
             "storage": "file",
             "discard": "new",
-            "max_bytes": BUCKET_BYTES,
+            "max_bytes": max_bytes,
             "max_age": int(ttl * _NANOSECONDS),
             "max_msgs_per_subject": spec.history,
             "num_replicas": self.settings.replicas,

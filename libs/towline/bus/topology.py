@@ -53,11 +53,12 @@ STREAMS = (CONTROL, OUTCOME, TRAJECTORY, PARTIAL, POLICY, DEAD)
 
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
-    """A key-value bucket. `ttl_seconds` None: entries stay."""
+    """A key-value bucket. `ttl_seconds` None: entries stay. It has BUCKET_BYTES, or its share of the budget if that's more."""
 
     key: str
     ttl_seconds: float | None
     history: int = 1
+    budget_share: float = 0.0
 
 
 REPLICAS = BucketSpec("replicas", REGISTRY_TTL_SECONDS)
@@ -65,7 +66,7 @@ ACKS = BucketSpec("acks", None)
 LEASES = BucketSpec("leases", LEASE_TTL_SECONDS)
 STATUS = BucketSpec("status", REGISTRY_TTL_SECONDS)
 SESSIONS = BucketSpec("sessions", 86400.0)
-IDEMPOTENCY = BucketSpec("idempotency", 86400.0)
+IDEMPOTENCY = BucketSpec("idempotency", 86400.0, budget_share=0.01)
 BUCKETS = (REPLICAS, ACKS, LEASES, STATUS, SESSIONS, IDEMPOTENCY)
 BUCKET_BYTES = 8 << 20
 

@@ -20,7 +20,7 @@ def test_a_runs_names_are_the_designs() -> None:
 
 
 def test_the_budget_is_shared_out_and_not_overdrawn() -> None:
-    assert 0.95 <= sum(spec.budget_share for spec in STREAMS) <= 1.0
+    assert 0.95 <= sum(spec.budget_share for spec in (*STREAMS, *BUCKETS)) <= 1.0
 
 
 def test_two_runs_share_no_name() -> None:
