@@ -35,20 +35,20 @@ def settings_of(name: str, bus: BusSettings, store: StoreSettings, *, steps: int
 async def test_a_fleet_with_a_slow_a_dying_and_a_late_worker_trains_on(
     run_name: str, bus_settings: BusSettings, file_store_settings: StoreSettings, tmp_path: Path
 ) -> None:
-    settings = settings_of(run_name, bus_settings, file_store_settings, steps=24)
+    settings = settings_of(run_name, bus_settings, file_store_settings, steps=15)
     async with connected(settings) as (bus, objects):
         async with fleet(settings, bus, objects, tmp_path) as run:
             for replica in ("quick", "dying", SLOW):
                 await run.start(replica)
-            await run.until_depth(4)
+            await run.until_depth(3)
             await run.kill("dying")
-            await run.until_depth(8)
+            await run.until_depth(5)
             await run.start(LATE)
-            await run.until_depth(12)
+            await run.until_depth(8)
             await run.kill("dying")
-            await run.until_depth(24)
+            await run.until_depth(15)
             assert set((await run.ended()).values()) == {0}
-        await assert_well(run, settings, joined_at=8, quick=("quick",))
+        await assert_well(run, settings, joined_at=5, quick=("quick",))
 
 
 @pytest.mark.slow

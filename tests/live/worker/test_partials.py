@@ -131,22 +131,22 @@ async def test_a_drained_worker_hands_over_every_token_and_the_next_one_ends_as_
     world: World, start: Start, undisturbed: Any
 ) -> None:
     world.seed()
-    sampling = SamplingParams(max_tokens=500)
-    first = await start("a", partial_every_tokens=50)
+    sampling = SamplingParams(max_tokens=250)
+    first = await start("a", partial_every_tokens=20)
     await world.task(1, sampling=sampling)
     await world.task(2, sampling=SamplingParams(max_tokens=8), not_before_depth=3)
-    await until(lambda: _has_tokens(world, 1, 100))
+    await until(lambda: _has_tokens(world, 1, 60))
     first.worker.drain()
     assert await asyncio.wait_for(first.ended, 10.0) == "drained"
     partial = await partial_of(world, 1)
-    assert 100 <= partial.policy_tokens < 500, "generated in a second"
+    assert 60 <= partial.policy_tokens < 250, "generated in a second"
     assert (partial.starts, first.worker.figures.handed_over) == (0, 2)
-    second = await start("b", partial_every_tokens=50)
+    second = await start("b", partial_every_tokens=20)
     trajectory = await world.trajectory(1, seconds=30.0)
     alone = await undisturbed(100, sampling, PROMPT)
     assert trajectory.tokens.tolist() == PROMPT + alone.tokens
     np.testing.assert_allclose(trajectory.logprobs[3:], alone.logprobs, rtol=0, atol=1e-5)
-    assert [(span.start, span.end, span.version, span.cut) for span in trajectory.version_spans] == [(3, 503, 0, "start")]
+    assert [(span.start, span.end, span.version, span.cut) for span in trajectory.version_spans] == [(3, 253, 0, "start")]
     assert_whole(world, trajectory)
     figures = second.worker.figures.partials
     assert (figures.resumed, figures.tokens_resumed) == (1, partial.policy_tokens)
@@ -155,13 +155,13 @@ async def test_a_drained_worker_hands_over_every_token_and_the_next_one_ends_as_
 
 async def test_a_re_issue_goes_on_from_what_the_attempt_before_it_left(world: World, start: Start) -> None:
     world.seed()
-    await start(partial_every_tokens=50)
-    await world.task(1, sampling=SamplingParams(max_tokens=500))
-    await until(lambda: _has_tokens(world, 1, 100))
+    await start(partial_every_tokens=20)
+    await world.task(1, sampling=SamplingParams(max_tokens=250))
+    await until(lambda: _has_tokens(world, 1, 60))
     before = await partial_of(world, 1)
     await world.cancel(1, 0, before.task_sequence)
     await until(lambda: _acked(world))
-    sequence = await world.task(1, sampling=SamplingParams(max_tokens=500), attempt=1)
+    sequence = await world.task(1, sampling=SamplingParams(max_tokens=250), attempt=1)
     trajectory = await world.trajectory(1)
     assert (trajectory.task_sequence, trajectory.attempt) == (sequence, 1)
     assert trajectory.tokens[: before.tokens.size].tolist() == before.tokens.tolist()
@@ -170,9 +170,9 @@ async def test_a_re_issue_goes_on_from_what_the_attempt_before_it_left(world: Wo
 
 async def test_a_partial_that_can_not_be_trusted_is_counted_kept_in_dead_and_begun_anew(world: World, start: Start) -> None:
     world.seed()
-    first = await start("a", partial_every_tokens=50)
-    await world.task(1, sampling=SamplingParams(max_tokens=500))
-    await until(lambda: _has_tokens(world, 1, 50))
+    first = await start("a", partial_every_tokens=20)
+    await world.task(1, sampling=SamplingParams(max_tokens=250))
+    await until(lambda: _has_tokens(world, 1, 40))
     first.worker.drain()
     await first.ended
     good = encode_partial(await partial_of(world, 1))
@@ -180,7 +180,7 @@ async def test_a_partial_that_can_not_be_trusted_is_counted_kept_in_dead_and_beg
     await world.bus.publish(world.bus.topology.partial(1, 0), spoiled)
     second = await start("b")
     trajectory = await world.trajectory(1)
-    assert trajectory.policy_tokens == 500
+    assert trajectory.policy_tokens == 250
     assert_whole(world, trajectory)
     figures = second.worker.figures.partials
     assert (figures.refused, figures.resumed) == ({"malformed": 1}, 0)
@@ -193,10 +193,10 @@ async def test_a_partial_that_can_not_be_fresh_any_more_or_is_another_task_s_is_
     world: World, start: Start
 ) -> None:
     world.seed()
-    first = await start("a", partial_every_tokens=50)
+    first = await start("a", partial_every_tokens=20)
     for group in (1, 2):
-        await world.task(group, sampling=SamplingParams(max_tokens=500))
-        await until(lambda group=group: _has_tokens(world, group, 50))  # type: ignore[misc]
+        await world.task(group, sampling=SamplingParams(max_tokens=250))
+        await until(lambda group=group: _has_tokens(world, group, 40))  # type: ignore[misc]
     first.worker.drain()
     await first.ended
     strange = replace(await partial_of(world, 2), seed=12345)
@@ -216,10 +216,10 @@ async def test_after_a_fork_what_was_sampled_off_the_line_is_gone_on_from_only_w
 ) -> None:
     world.seed()
     left = world.commit(1)
-    first = await start("a", partial_every_tokens=50)
+    first = await start("a", partial_every_tokens=20)
     await world.served(left, "a")
-    await world.task(1, sampling=SamplingParams(max_tokens=500))
-    await until(lambda: _has_tokens(world, 1, 50))
+    await world.task(1, sampling=SamplingParams(max_tokens=250))
+    await until(lambda: _has_tokens(world, 1, 40))
     first.worker.drain()
     await first.ended
     world.open(0)
@@ -234,9 +234,9 @@ async def test_after_a_fork_what_was_sampled_off_the_line_is_gone_on_from_only_w
 async def test_a_partial_that_is_too_large_for_a_message_goes_by_the_store(world: World, start: Start) -> None:
     world.seed()
     first = await start("a", partial_every_tokens=0)
-    stops = SamplingParams(max_tokens=500, stop_token_ids=tuple(range(0, 61, 20)))
+    stops = SamplingParams(max_tokens=250, stop_token_ids=tuple(range(0, 61, 20)))
     await world.task(1, environment="live.worker.environments:Bulky", sampling=stops)
-    await until(lambda: _has_tokens(world, 1, 50))
+    await until(lambda: _has_tokens(world, 1, 40))
     first.worker.drain()
     await first.ended
     partial = await partial_of(world, 1)
@@ -253,18 +253,18 @@ async def test_a_sample_of_several_turns_goes_on_with_its_environment_where_it_w
 ) -> None:
     """`Counting` says how often it was called, and can't save: it's brought there by the turns. `Saving` saves."""
     world.seed()
-    limit = SamplingParams(max_tokens=500, stop_token_ids=tuple(range(0, 61, 20)))
-    first = await start("a", partial_every_tokens=50)
+    limit = SamplingParams(max_tokens=250, stop_token_ids=tuple(range(0, 61, 20)))
+    first = await start("a", partial_every_tokens=20)
     name = f"live.worker.environments:{environment}"
     await world.task(1, environment=name, sampling=limit)
-    await until(lambda: _has_tokens(world, 1, 150))
+    await until(lambda: _has_tokens(world, 1, 80))
     first.worker.drain()
     await first.ended
     partial = await partial_of(world, 1)
     answers = sum(segment.kind == "tool" for segment in partial.segments)
     assert answers >= 2
     assert (partial.environment_state is None) == (environment == "Counting")
-    second = await start("b", partial_every_tokens=50)
+    second = await start("b", partial_every_tokens=20)
     trajectory = await world.trajectory(1, seconds=30.0)
     assert second.worker.figures.partials.tokens_resumed == partial.policy_tokens
     tools = [trajectory.tokens[s.start : s.end].tolist() for s in trajectory.segments if s.kind == "tool"]
