@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from fault.real_run import DEMO, RealRun, real_run
+from towline.config import load_settings
 from towline.contract.entries import BaseEntry, VersionEntry
 from towline.local.access import open_objects
 from towline.local.run_directory import RunDirectory
 from towline.store.log import Log
+from towline.store.objects import open_store
 
 VERSION_DEPTH = 2
 
@@ -54,6 +56,18 @@ def test_a_version_becomes_a_run_of_its_own(tmp_path, own_store):
             assert refused.stderr.startswith(f"{code}: "), refused.stderr
             assert len(refused.stderr.splitlines()) == 1
         assert not (tmp_path / "x.toml").exists()
+        other = tmp_path / "other.toml"
+        arguments = ["--from", "latest", "--name", "other", "--config", str(DEMO), "-o", str(other)]
+        sets = ["--set", f"store.url={(tmp_path / 'elsewhere').as_uri()}"]
+        made = towline(tmp_path, "run", "fork", "parent", *arguments, *sets)
+        assert made.returncode == 0, made.stderr
+        settings = load_settings(other)
+        assert (settings.run.name, settings.run.steps) == ("other", load_settings(DEMO).run.steps)
+        assert (Path(settings.model.source) / "config.json").is_file()
+        log = Log(open_store(settings.store), "other")
+        log.refresh()
+        assert isinstance(log.entry(0), BaseEntry)
+
         toml = tmp_path / "child.toml"
         given = ["run", "fork", "parent", "--from", str(version), "--name", "child", "--set", "run.steps=3", "-o", str(toml)]
         made = towline(tmp_path, *given, "--json")
