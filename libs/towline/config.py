@@ -226,7 +226,8 @@ class RewardSettings(_Section):
     ack_wait_seconds: Annotated[float, Field(ge=1)] = REWARD_ACK_WAIT_SECONDS
     """How long what a killed replica had in hand stays with it."""
     max_failed_groups: Annotated[int, Field(ge=0)] = 256
-    """So many groups, and nine of ten, that can't be judged without a batch between end the run: `verify_failed_all`; 0: never."""
+    """So many groups, and nine of ten, that can't be judged, without a batch in between, end the run (`verify_failed_all`).
+    0: never."""
 
 
 class TrainerSettings(_Section):

@@ -69,8 +69,8 @@ def up(
         print_outcome(console, finished, directory)
     if finished.audit.end_reason == VERIFY_FAILED_ALL:
         raise TowlineError(
-            f"reward.function failed on {loaded.reward.max_failed_groups} groups in a row, and the run ended; see `towline dead list "
-            f"{loaded.run.name}`, put it right, then `towline run fork {loaded.run.name} --from latest` or begin another run",
+            f"reward.function failed on {loaded.reward.max_failed_groups} groups in a row, and the run ended; see "
+            f"`towline dead list {loaded.run.name}`, put it right, then `towline run fork {loaded.run.name} --from latest` or begin another run",
             code=VERIFY_FAILED_ALL,
         )
     if not finished.audit.clean:
