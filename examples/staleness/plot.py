@@ -26,6 +26,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     by_cell: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
     for result in results.values():
         by_cell[result["max_staleness"], result["correction"]].append(result)
+    bounds = [bound for bound in STALENESS if any((bound, name) in by_cell for name in CORRECTIONS)]
     for (bound, correction), found in sorted(by_cell.items()):
         # Held-out, not the trained batches' own: those were sampled by policies that are up to max_staleness steps older.
         depths = [depth for depth, _ in found[0]["held_out"]]
@@ -33,7 +34,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         curves.plot(
             depths, rewards, DASHES[correction], color=COLOURS[bound], linewidth=1.6, marker=MARKS[correction], markersize=3.5
         )
-    handles = [plt.Line2D([], [], color=COLOURS[bound], label=f"max_staleness {bound}") for bound in STALENESS]
+    handles = [plt.Line2D([], [], color=COLOURS[bound], label=f"max_staleness {bound}") for bound in bounds]
     handles += [plt.Line2D([], [], color="0.3", linestyle=DASHES[name], label=LABELS[name]) for name in CORRECTIONS]
     curves.legend(handles=handles, fontsize=8, loc="lower right")
     curves.set(xlabel="step", ylabel="held-out reward (256 samples)", title="Learning")
@@ -49,18 +50,16 @@ def draw(results: dict[str, Any], path: Path) -> None:
             ends.plot(
                 [places[bound] + shift] * len(values), values, MARKS[correction], color=COLOURS[bound], markersize=6, alpha=0.75
             )
-        middle = [float(np.mean(values)) for values in points.values()]
-        ends.plot(
-            [places[bound] + shift for bound in points],
-            middle,
-            DASHES[correction],
-            color="0.3",
-            linewidth=1.2,
-            label=LABELS[correction],
-        )
+        # No line over a bound that wasn't run.
+        middle = [float(np.mean(points[bound])) if bound in points else np.nan for bound in STALENESS]
+        at = [places[bound] + shift for bound in STALENESS]
+        ends.plot(at, middle, DASHES[correction], color="0.3", linewidth=1.2)
     ends.set_xticks(list(places.values()), [str(bound) for bound in places])
     ends.set(xlabel="buffer.max_staleness", ylabel="held-out reward, mean of the last two evaluations", title="At the end")
-    ends.legend(fontsize=8, loc="lower left")
+    marks = [
+        plt.Line2D([], [], color="0.3", marker=MARKS[name], linestyle=DASHES[name], label=LABELS[name]) for name in CORRECTIONS
+    ]
+    ends.legend(handles=marks, fontsize=8, loc="lower left")
     for axes in (curves, ends):
         axes.grid(alpha=0.25)
     path.parent.mkdir(parents=True, exist_ok=True)
