@@ -70,7 +70,8 @@ def up(
     if finished.audit.end_reason == VERIFY_FAILED_ALL:
         raise TowlineError(
             f"reward.function failed on {loaded.reward.max_failed_groups} groups in a row, and the run ended; see "
-            f"`towline dead list {loaded.run.name}`, put it right, then `towline run fork {loaded.run.name} --from latest` or begin another run",
+            f"`towline dead list {loaded.run.name}`, put it right, then "
+            f"`towline run fork {loaded.run.name} --from latest` or begin another run",
             code=VERIFY_FAILED_ALL,
         )
     if not finished.audit.clean:
