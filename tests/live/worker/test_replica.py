@@ -205,6 +205,11 @@ async def test_an_evaluation_that_nobody_closes_holds_for_its_time_and_its_sampl
     newer = world.commit(1)
     await world.served(newer)
     assert time.monotonic() - began > 0.5
+
+    async def settled() -> bool:
+        return len(await world.failures()) + len(await world.trajectories()) > 0
+
+    await until(settled)
     failures = await world.failures()
     trajectories = await world.trajectories()
     assert len(failures) + len(trajectories) == 1
