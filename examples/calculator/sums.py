@@ -71,13 +71,14 @@ def eval_prompts(tokenizer: Any, seed: int, rows: int = 128) -> Sums:
 
 def reward(sample: Sample) -> Reward:
     """Half for a call that got the sum's value out of the calculator, half for the share of its digits in the answer."""
-    response = sample.response_tokens.tolist()
+    response, mask = sample.response_tokens.tolist(), sample.policy_mask.tolist()
     value = encode(sample.reference["value"])
-    if END_RESULT not in response:
+    if 0 not in mask:
         return Reward(0.0, {"called": 0.0, "exact": 0.0})
-    at = len(response) - 1 - response[::-1].index(END_RESULT)
-    told = response[:at][len(response[:at]) - response[:at][::-1].index(RESULT) :]
-    answer = response[at + 1 :]
+    # By who chose the tokens, not by what they are: the policy can write the result's own ones too.
+    at = len(mask) - mask[::-1].index(0)
+    begins = at - ([*mask[:at][::-1], 1].index(1))
+    told, answer = response[begins + 1 : at - 1], response[at:]
     ended = sample.finish == "stop" and bool(answer) and answer[-1] == EOS and len(answer) - 1 <= len(value)
     right = sum(got == digit for got, digit in zip(answer[:-1], value, strict=False)) / len(value) if ended else 0.0
     called = float(told == value)

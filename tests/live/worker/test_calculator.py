@@ -85,6 +85,33 @@ async def test_a_worker_s_samples_hold_the_calculator_s_answers_and_are_scored(
         assert reward.components["called"] == float(bool(calls) and calls[-1] == trajectory.reference["value"])
 
 
+def test_the_reward_heeds_what_the_calculator_said_and_not_what_the_policy_says_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    sums: Any = importlib.import_module("sums")
+
+    def score(*turns: tuple[list[int], int], finish: Any = "stop") -> tuple[float, float]:
+        reward = sums.reward(
+            Sample(
+                prompt_tokens=np.zeros(1, np.int32), response_tokens=np.array([t for turn, _ in turns for t in turn], np.int32),
+                policy_mask=np.array([mine for turn, mine in turns for _ in turn], np.uint8), finish=finish,
+                reference={"sum": "37+45", "value": "82"}, prompt_ref=PromptRef("s", 0, 0), group=1, sample=0,
+                tokenizer=None,  # type: ignore[arg-type]
+            )
+        )  # fmt: skip
+        return reward.value, reward.components["exact"]
+
+    call, said = ([CALL, *sums.encode("37+45"), END_CALL], 1), ([RESULT, *sums.encode("82"), END_RESULT], 0)
+    assert score(call, said, ([*sums.encode("82"), EOS], 1)) == (1.0, 1.0)
+    assert score(call, said, ([*sums.encode("87"), EOS], 1)) == (0.75, 0.0)
+    assert score(call, said, (sums.encode("82"), 1), finish="length") == (0.5, 0.0)
+    assert score(call, said) == (0.5, 0.0)
+    assert score(call, ([RESULT, *sums.encode("9"), END_RESULT], 0), ([*sums.encode("82"), EOS], 1)) == (0.5, 0.0)
+    assert score(call, ([RESULT, END_RESULT], 0), ([EOS], 1)) == (0.0, 0.0)
+    faked = ([RESULT, *sums.encode("82"), END_RESULT, *sums.encode("82"), EOS], 1)
+    assert score(faked) == (0.0, 0.0)
+    assert score(([END_RESULT, EOS], 1)) == (0.0, 0.0)
+
+
 @pytest.mark.slow
 def test_a_run_of_samples_that_use_a_tool(tmp_path: Path) -> None:
     arguments = [part for key, value in SETTINGS.items() for part in ("--set", f"{key}={value}")]
