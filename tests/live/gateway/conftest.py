@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,11 @@ class Scene:
         service = GatewayService(settings, bus=bus, objects=self.world.objects, replica=f"g{len(self._gateways)}")
         running = asyncio.create_task(service.run())
         limits = httpx.Limits(max_connections=None)
-        client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{service.port}", timeout=30.0, limits=limits)
+        tls = settings.gateway.tls_certificate
+        client = httpx.AsyncClient(
+            base_url=f"{'https' if tls else 'http'}://127.0.0.1:{service.port}", timeout=30.0, limits=limits,
+            verify=ssl.create_default_context(cafile=tls) if tls else True,
+        )  # fmt: skip
         self._gateways.append((service, running, bus, client))
 
         async def up() -> bool:
