@@ -40,9 +40,7 @@ def drawn(tmp_path, replicas, dead: int = 0) -> str:
 
 
 def test_the_fleet_is_shown_with_who_is_behind_first(tmp_path):
-    text = drawn(
-        tmp_path, [replica("w1", 7), replica("w2", 5), replica("w3", 7), replica("w4", None, "failed", "probe: off")]
-    )
+    text = drawn(tmp_path, [replica("w1", 7), replica("w2", 5), replica("w3", 7), replica("w4", None, "failed", "probe: off")])
     assert "head 7; replicas: 2 on 7, 1 on 5" in text
     rows = [line.split() for line in text.splitlines() if line.startswith("w")]
     assert [row[0] for row in rows] == ["w4", "w2", "w1", "w3"]
