@@ -56,6 +56,8 @@ class Fleet:
         self._following = Following(bus, self.log, poll_seconds=poll_seconds, on_entries=lambda _: self._tell())
         self._known: dict[str, _Known] = {}
         self._waiters: set[asyncio.Event] = set()
+        self._listing = asyncio.Lock()
+        self._listed_at = 0.0
 
     @property
     def lineage(self) -> Lineage:
@@ -150,13 +152,21 @@ class Fleet:
 
     # The registry
 
+    async def refresh(self) -> None:
+        """The registry as it is now, or a moment later; callers share a listing. A bus that is away changes nothing."""
+        asked = time.monotonic()
+        async with self._listing:
+            if self._listed_at < asked:
+                began = time.monotonic()
+                try:
+                    self._take(await self._bus.kv(REPLICAS).items())
+                except UnavailableError as error:
+                    _log.warning("registry_unreachable", reason=error.message)
+                self._listed_at = began
+
     async def _poll(self) -> None:
-        bucket = self._bus.kv(REPLICAS)
         while True:
-            try:
-                self._take(await bucket.items())
-            except UnavailableError as error:
-                _log.warning("registry_unreachable", reason=error.message)
+            await self.refresh()
             await asyncio.sleep(POLL_SECONDS)
 
     def _take(self, items: dict[str, bytes]) -> None:

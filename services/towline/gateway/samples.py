@@ -111,9 +111,16 @@ class Sampler:
         tried: set[str] = set()
         failures = 0
         cause: str | None = None
+        fresh = False
         until = time.monotonic() + ask.wait_seconds
         while not self._is_over(ask, sample):
             replica = self._fleet.best(ask.constraint, ask.prompt, ask.session, tried)
+            if replica is None and not fresh:
+                # Before anything is refused or ended: what is known may be a quarter of a second old.
+                await self._fleet.refresh()
+                fresh = True
+                tried.clear()
+                continue
             if replica is None:
                 if cause == "superseded" and sample.tokens:
                     sample.finish = "superseded"
@@ -153,7 +160,7 @@ class Sampler:
                 failures = failures + 1 if len(sample.tokens) == before else 0
                 if sample.tokens:
                     until = max(until, time.monotonic() + self._resume_seconds)
-            tried = {replica}
+            tried, fresh = {replica}, False
 
     async def _one_call(self, replica: str, ask: Ask, sample: Sample) -> AsyncGenerator[ServeFinish | None, None]:
         """Yields after each piece; what the last chunk says of the end, else None."""

@@ -75,7 +75,7 @@ async def run(scene: Scene, *, versions: int, count: int, seconds: float, exact_
     client = await scene.gateway()
     draw = random.Random(7)
     served = [0]
-    tasks: set[asyncio.Task[dict[str, Any]]] = set()
+    tasks: set[asyncio.Task[None]] = set()
     answers: list[dict[str, Any]] = []
     activating = asyncio.Event()
 
@@ -96,13 +96,12 @@ async def run(scene: Scene, *, versions: int, count: int, seconds: float, exact_
     async with asyncio.timeout(150):
         while not activating.is_set() or seed < STREAMS:
             while len(tasks) < STREAMS and (not activating.is_set() or seed < STREAMS):
-                tasks.add(asyncio.create_task(one(seed)))  # type: ignore[arg-type]
+                tasks.add(asyncio.create_task(one(seed)))
                 seed += 1
             done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-        for task in asyncio.as_completed(tasks):
-            await task
+        await asyncio.gather(*tasks)
     await training
     assert len(answers) == seed >= STREAMS
     moved = 0

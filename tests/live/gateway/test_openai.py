@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import openai
@@ -18,7 +20,7 @@ KEY = "sk-" + "k" * 20
 class Clients:
     def __init__(self, http: httpx.AsyncClient, run: str) -> None:
         self.http, self.run = http, run
-        self.openai = openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key=KEY, max_retries=0)
+        self.openai: Any = openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key=KEY, max_retries=0)
 
 
 @pytest.fixture
@@ -98,8 +100,8 @@ async def test_models_and_versions_by_name(clients: Clients) -> None:
     assert exact.weight_version_start == 0
     with pytest.raises(openai.ConflictError) as refused:
         await clients.openai.completions.create(model=f"{clients.run}@7", prompt="abc", max_tokens=2)
-    assert refused.value.body["type"] == "WeightVersionNotReady"
-    assert refused.value.body["target_version"] == 7
+    told: Any = refused.value.body
+    assert (told["type"], told["target_version"]) == ("WeightVersionNotReady", 7)
     bound = {"weight_version": {"min_version": 9}}
     with pytest.raises(openai.ConflictError):
         await clients.openai.completions.create(model=clients.run, prompt="abc", extra_body=bound, stream=True)
@@ -116,15 +118,9 @@ async def test_models_and_versions_by_name(clients: Clients) -> None:
 async def test_its_own_retries_bridge_a_time_without_replicas(scene: Scene) -> None:
     scene.seed()
     http = await scene.gateway(ready=False)
-    client = openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=60)
+    client: Any = openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=60)
     starting = scene.worker(engine="synthetic")
-    (answer, _) = await _both(client.completions.create(model=scene.world.run, prompt="abc", max_tokens=2), starting)
+    answer, _ = await asyncio.gather(client.completions.create(model=scene.world.run, prompt="abc", max_tokens=2), starting)
     assert answer.choices[0].finish_reason == "length"
     await client.close()
     await until(lambda: scene.workers["w"].worker.busy == 0)
-
-
-async def _both(*calls):  # type: ignore[no-untyped-def]
-    import asyncio
-
-    return await asyncio.gather(*calls)
