@@ -116,9 +116,10 @@ async def run(scene: Scene, *, versions: int, count: int, seconds: float, exact_
     await until(lambda: not any(one.worker.busy for one in scene.workers.values()))
 
 
-async def test_200_streams_through_two_synthetic_replicas_while_versions_activate(scene: Scene) -> None:
+@pytest.mark.parametrize("versions", [2, pytest.param(10, marks=pytest.mark.slow)])
+async def test_200_streams_through_two_synthetic_replicas_while_versions_activate(scene: Scene, versions: int) -> None:
     arguments = {"tokens_per_second": 60.0, "pause_seconds": 0.05}
-    await run(scene, versions=5, count=60, seconds=1.0, exact_logprobs=False, engine="synthetic", arguments=arguments)
+    await run(scene, versions=versions, count=60, seconds=1.0, exact_logprobs=False, engine="synthetic", arguments=arguments)
 
 
 @pytest.mark.slow

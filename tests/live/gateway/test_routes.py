@@ -101,28 +101,32 @@ async def test_the_end_token_ends_a_sample_unless_it_is_ignored(scene: Scene) ->
     assert EOS not in found["output_ids"][:-1]
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
-        ({"sampling_params": {"frequency_penalty": 0.5}}, "only 0.0 is supported"),
-        ({"sampling_params": {"max_new_tokens": 600}}, "over the context of 512"),
-        ({"weight_version": {"min_version": 1, "exact_version": 1}}, "not both"),
-        ({"nonsense": 1}, "nonsense"),
-        ({"input_ids": [61]}, "token 61 isn't in the model's vocabulary"),
-        ({"input_ids": []}, "input_ids"),
-        ({"text": "abc"}, "not both"),
-    ],
-)
-async def test_bad_input_is_refused_in_one_line(scene: Scene, change: dict[str, Any], says: str) -> None:
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+    ({"sampling_params": {"frequency_penalty": 0.5}}, "only 0.0 is supported"),
+    ({"sampling_params": {"max_new_tokens": 600}}, "over the context of 512"),
+    ({"sampling_params": {"temperature": -1}}, "temperature"),
+    ({"sampling_params": {"stop": [""]}}, "stop"),
+    ({"weight_version": {"min_version": 1, "exact_version": 1}}, "not both"),
+    ({"nonsense": 1}, "nonsense"),
+    ({"input_ids": [61]}, "token 61 isn't in the model's vocabulary"),
+    ({"input_ids": [1] * 512}, "no room"),
+    ({"input_ids": []}, "input_ids"),
+    ({"text": "abc"}, "not both"),
+    ({"sampling_params": {"n": 65}}, "gateway.max_choices"),
+]
+
+
+async def test_bad_input_is_refused_in_one_line(scene: Scene) -> None:
     scene.seed()
     await scene.worker()
     client = await scene.gateway()
-    response = await client.post("/generate", json=body() | change)
-    assert response.status_code == 400, response.text
-    message = response.json()["error"]["message"]
-    assert says in message
-    assert "\n" not in message
+    for change, says in BAD:
+        response = await client.post("/generate", json=body() | change)
+        assert response.status_code == 400, response.text
+        message = response.json()["error"]["message"]
+        assert says in message
+        assert "\n" not in message
 
 
 async def test_what_is_no_body_or_too_much_of_one_and_routes_that_are_none(scene: Scene) -> None:
