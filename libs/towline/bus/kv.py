@@ -62,17 +62,30 @@ class Bucket:
         return await self._swap(key, b"", revision, headers) is not None
 
     async def items(self) -> dict[str, bytes]:
-        """All keys with their values."""
+        """All keys with their values, each as it stood at some moment of the call; none is missing that had one all along."""
         everything = [f"$KV.{self.name}.>"]
         reader = OrderedReader(self._jetstream, self._stream, None, subjects=everything, follow=False, last_per_subject=True)
-        found: dict[str, bytes] = {}
+        found: dict[str, Message] = {}
         async for message in reader.messages():
-            key = message.subject.removeprefix(f"$KV.{self.name}.")
-            if _is_marker(message):
-                found.pop(key, None)
-            else:
-                found[key] = message.data
-        return found
+            found[message.subject] = message
+        # A key that was written during the reading left its place for one behind the reading's end.
+        for subject in await self._subjects() - found.keys():
+            message_now = await self._jetstream.get_from_leader(self._stream, {"last_by_subj": subject})
+            if message_now is not None:
+                found[subject] = message_now
+        prefix = f"$KV.{self.name}."
+        return {subject.removeprefix(prefix): m.data for subject, m in found.items() if not _is_marker(m)}
+
+    async def _subjects(self) -> set[str]:
+        """Every subject that has a message, deleted keys' too."""
+        found: set[str] = set()
+        while True:
+            query = {"subjects_filter": f"$KV.{self.name}.>", "offset": len(found)}
+            info = await self._jetstream.call(f"list {self._stream}", f"STREAM.INFO.{self._stream}", query)
+            page = info["state"].get("subjects") or {}
+            found.update(page)
+            if not page or len(found) >= info.get("total", 0):
+                return found
 
     async def _swap(self, key: str, value: bytes, revision: int, headers: dict[str, str] | None = None) -> int | None:
         stub = Stub(value, headers or {})

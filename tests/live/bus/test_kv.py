@@ -31,6 +31,28 @@ async def test_put_get_delete_and_items(bus: Bus) -> None:
     assert await bus.kv(STATUS).items() == {}
 
 
+async def test_no_key_is_missing_while_it_is_renewed(bus: Bus) -> None:
+    bucket = bus.kv(ACKS)
+    keys = {f"replica-{index}" for index in range(3)}
+    for key in keys:
+        await bucket.put(key, b"0")
+
+    async def renew(key: str) -> None:
+        count = 0
+        while True:
+            count += 1
+            await bucket.put(key, b"%d" % count)
+
+    writers = [asyncio.create_task(renew(key)) for key in keys]
+    try:
+        for _ in range(60):
+            assert set(await bucket.items()) == keys
+    finally:
+        for writer in writers:
+            writer.cancel()
+        await asyncio.gather(*writers, return_exceptions=True)
+
+
 async def test_create_and_update_have_one_winner(bus: Bus) -> None:
     bucket = bus.kv(ACKS)
     created = await asyncio.gather(*(bucket.create("key", b"%d" % i) for i in range(10)))
