@@ -141,6 +141,22 @@ class JetStream:
             info["config"]["max_bytes"],
         )  # fmt: skip
 
+    async def subjects(self, stream: str, pattern: str) -> set[str]:
+        """The subjects that match and have a message. `MissingError` where the stream doesn't exist."""
+        found: set[str] = set()
+        while True:
+            query = {"subjects_filter": pattern, "offset": len(found)}
+            try:
+                info = await self.call(f"list {stream}", f"STREAM.INFO.{stream}", query)
+            except ApiError as error:
+                if error.code == NOT_FOUND:
+                    raise MissingError(f"stream {stream} doesn't exist; is the run's name right, is a service running?") from None
+                raise error.translated(f"list {stream}") from None
+            page = info["state"].get("subjects") or {}
+            found.update(page)
+            if not page or len(found) >= info.get("total", 0):
+                return found
+
     # A run's streams
 
     async def ensure(self) -> None:

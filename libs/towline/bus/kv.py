@@ -69,23 +69,12 @@ class Bucket:
         async for message in reader.messages():
             found[message.subject] = message
         # A key that was written during the reading left its place for one behind the reading's end.
-        for subject in await self._subjects() - found.keys():
+        for subject in await self._jetstream.subjects(self._stream, everything[0]) - found.keys():
             message_now = await self._jetstream.get_from_leader(self._stream, {"last_by_subj": subject})
             if message_now is not None:
                 found[subject] = message_now
         prefix = f"$KV.{self.name}."
         return {subject.removeprefix(prefix): m.data for subject, m in found.items() if not _is_marker(m)}
-
-    async def _subjects(self) -> set[str]:
-        """Every subject that has a message, deleted keys' too."""
-        found: set[str] = set()
-        while True:
-            query = {"subjects_filter": f"$KV.{self.name}.>", "offset": len(found)}
-            info = await self._jetstream.call(f"list {self._stream}", f"STREAM.INFO.{self._stream}", query)
-            page = info["state"].get("subjects") or {}
-            found.update(page)
-            if not page or len(found) >= info.get("total", 0):
-                return found
 
     async def _swap(self, key: str, value: bytes, revision: int, headers: dict[str, str] | None = None) -> int | None:
         stub = Stub(value, headers or {})

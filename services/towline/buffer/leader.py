@@ -24,6 +24,7 @@ from towline.buffer.figures import waiting_for
 from towline.buffer.fleet import Fleet
 from towline.buffer.floors import final_depth
 from towline.buffer.janitor import Janitor
+from towline.buffer.leftovers import Leftovers
 from towline.buffer.prompting import load_run
 from towline.buffer.records import chunks
 from towline.buffer.regression import StreamWatch, check_control, mend
@@ -72,6 +73,7 @@ class Leader:
         self.lineage = Lineage()
         self.fleet = Fleet(bus, settings.rollout.ack_wait_seconds)
         self.janitor = Janitor(bus, objects, lambda: self.state)
+        self.leftovers = Leftovers(bus, lambda: self.state)
         self.finished = False
         self._settings = settings
         self._bus = bus
@@ -155,6 +157,7 @@ class Leader:
             await self._snapshot()
 
     def _janitors(self) -> Iterator[Coroutine[Any, Any, None]]:
+        yield self.leftovers.run()
         if not self._settings.buffer.keep_history:
             yield self.janitor.run()
 

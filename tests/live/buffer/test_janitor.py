@@ -12,8 +12,10 @@ from support.waiting import until
 from towline.audit.run import audit
 from towline.buffer.dump import dump
 from towline.buffer.janitor import Janitor
+from towline.buffer.leftovers import Leftovers
 from towline.buffer.replay import read_outcomes, rebuild
-from towline.bus.topology import CONTROL, OUTCOME, TRAJECTORY
+from towline.buffer.state import State
+from towline.bus.topology import CONTROL, OUTCOME, PARTIAL, TRAJECTORY
 from towline.config import BusSettings, Settings, StoreSettings
 from towline.contract.entries import LogEntry, VersionEntry
 from towline.store.blobs import Blobs
@@ -124,6 +126,24 @@ async def test_kept_history_is_never_purged(run_name: str, bus_settings: BusSett
             assert leader.state.floor_depth == 0
         firsts = [(await bus.stream_state(spec)).first_sequence for spec in (CONTROL, OUTCOME, TRAJECTORY)]
     assert firsts == [1, 1, 1]
+
+
+async def test_partials_of_closed_groups_go_and_those_of_open_ones_stay(
+    run_name: str, bus_settings: BusSettings, file_store_settings: StoreSettings
+) -> None:
+    settings = settings_for(run_name, bus_settings, file_store_settings)
+    async with connected(settings) as (bus, _):
+        state = State()
+        state.next_group = 8
+        state.groups = dict.fromkeys((3, 5))
+        leftovers = Leftovers(bus, lambda: state)
+        for number in (0, 3, 5, 7, 8, 12):
+            for sample in (0, 1):
+                await bus.publish(bus.topology.partial(number, sample), b"so far")
+        assert await leftovers.sweep() == 4, "groups 0 and 7, which were admitted and are closed"
+        left = await bus.jetstream.subjects(bus.topology.stream(PARTIAL), bus.topology.subject("partial.>"))
+        assert left == {bus.topology.partial(number, sample) for number in (3, 5, 8, 12) for sample in (0, 1)}
+        assert await leftovers.sweep() == 0
 
 
 async def test_nothing_goes_while_the_newest_snapshot_cant_be_read(
