@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -32,32 +31,15 @@ from towline.contract.serve import (
     pack_logprobs,
 )
 from towline.contract.task import VersionSpan, pack_tokens
-from towline.engine.base import Engine, GenerateRequest, Generation, Progress, token_budget
+from towline.engine.base import Engine, Generation, Progress, token_budget
 from towline.errors import EngineError, MalformedError, UnavailableError, UsageError
+from towline.replica.guest import Guest, accepts, engine_id, engine_request
 from towline.replica.replica import Replica
 
 SIGNS_OF_LIFE = 3
 """In gateway.chunk_seconds: two may be lost in a row."""
 _ANY_VOCABULARY = 1 << 31
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Guest:
-    """A request that was taken."""
-
-    request: ServeRequest
-    reply: str
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    number: int = 0
-    sent: int = 0
-    """Tokens."""
-    latest: Progress | None = None
-    why: ServeFinish | None = None
-    """Why it ends before its own end."""
-    begun: bool = False
-    heard: asyncio.Future[Msg] | None = None
-    """The last sign of life, which is answered only where nobody listens any more."""
 
 
 class Door:
@@ -78,7 +60,7 @@ class Door:
     ) -> None:
         self._bus, self._engine, self._replica, self._settings = bus, engine, replica, settings
         self._others, self._freed = others, freed
-        self._guests: dict[str, _Guest] = {}
+        self._guests: dict[str, Guest] = {}
         self._running = 0
         self._queue: deque[asyncio.Future[None]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -137,8 +119,8 @@ class Door:
             self._end(guest, "handed_over")
 
     async def settled(self, seconds: float) -> None:
-        """Until every request has had its last chunk."""
-        if self._tasks:
+        """After `close`: until every request has had its last chunk."""
+        if self._closing and self._tasks:
             await asyncio.wait(self._tasks, timeout=seconds)
 
     def review(self) -> None:
@@ -193,7 +175,7 @@ class Door:
         if (refusal := self._refusal(request, prompt)) is not None:
             await self._refuse(message.reply, request.id, *refusal)
             return
-        guest = self._guests[request.id] = _Guest(request, message.reply)
+        guest = self._guests[request.id] = Guest(request, message.reply)
         entered = False
         try:
             await self._send(guest, ServeChunk(id=request.id, number=0, busy=self._load(), applied=self._replica.version))
@@ -232,7 +214,7 @@ class Door:
             if len(self._queue) >= self._settings.waiting:
                 return "busy", f"{len(self._queue)} requests wait at replica {name} already"
             try:
-                token_budget(_engine_request(request, prompt), vocabulary=_ANY_VOCABULARY, max_context=self._engine.max_context)
+                token_budget(engine_request(request, prompt), vocabulary=_ANY_VOCABULARY, max_context=self._engine.max_context)
             except UsageError as error:
                 return "invalid", error.message
         return None
@@ -243,15 +225,7 @@ class Door:
         return live == advertised or live is None or self._accepts(request, live)
 
     def _accepts(self, request: ServeRequest, version: int) -> bool:
-        lineage = self._replica.lineage
-        if request.exact_version is not None:
-            return version == request.exact_version
-        if request.min_version is None:
-            return True
-        known = set(lineage.versions())
-        if request.min_version not in known or version not in known or not lineage.on_line(version):
-            return False
-        return lineage.depth(version) >= lineage.depth(request.min_version)
+        return accepts(self._replica.lineage, request, version)
 
     async def _refuse(self, reply: str, request_id: str, code: RefusalCode, message: str) -> None:
         self.refused[code] = self.refused.get(code, 0) + 1
@@ -259,7 +233,7 @@ class Door:
             refusal = ServeRefusal(id=request_id, code=code, applied=self._replica.version, message=message)
             await self._bus.connection.send(reply, encode(refusal))
 
-    async def _turn(self, guest: _Guest) -> None:
+    async def _turn(self, guest: Guest) -> None:
         """Wait for a slot, or for the request's end."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append(turn)
@@ -281,7 +255,7 @@ class Door:
 
     # A request's life
 
-    async def _generate(self, guest: _Guest, prompt: list[int]) -> None:
+    async def _generate(self, guest: Guest, prompt: list[int]) -> None:
         request = guest.request
 
         def progressed(progress: Progress) -> None:
@@ -290,7 +264,7 @@ class Door:
 
         self._hold()
         generating = asyncio.create_task(
-            self._engine.generate(_engine_request(request, prompt, progressed)), name=f"serve-{request.id}"
+            self._engine.generate(engine_request(request, prompt, progressed)), name=f"serve-{request.id}"
         )
         generating.add_done_callback(lambda _: guest.news.set())
         try:
@@ -302,7 +276,7 @@ class Door:
                 if guest.latest is not None:
                     await self._pass_on(guest, guest.latest)
             if guest.why is not None:
-                self._engine.abort(_engine_id(request))
+                self._engine.abort(engine_id(request))
             await self._close(guest, await generating)
         except UsageError as error:
             await self._refuse(guest.reply, request.id, "invalid", error.message)
@@ -312,7 +286,7 @@ class Door:
             generating.cancel()
             await asyncio.gather(generating, return_exceptions=True)
 
-    async def _pass_on(self, guest: _Guest, progress: Progress) -> None:
+    async def _pass_on(self, guest: Guest, progress: Progress) -> None:
         """A chunk of what is new, as far as its versions are accepted and proved."""
         end, why = await self._fit(guest, progress.spans, len(progress.tokens))
         if end > guest.sent:
@@ -321,7 +295,7 @@ class Door:
         if why is not None:
             self._end(guest, why)
 
-    async def _close(self, guest: _Guest, generation: Generation) -> None:
+    async def _close(self, guest: Guest, generation: Generation) -> None:
         end, why = await self._fit(guest, generation.spans, len(generation.tokens))
         finish: ServeFinish
         if why is not None:
@@ -335,7 +309,7 @@ class Door:
             guest, tokens, generation.logprobs[guest.sent : end], clip_spans(generation.spans, guest.sent, end), finish
         )
 
-    async def _fit(self, guest: _Guest, spans: list[VersionSpan], count: int) -> tuple[int, ServeFinish | None]:
+    async def _fit(self, guest: Guest, spans: list[VersionSpan], count: int) -> tuple[int, ServeFinish | None]:
         """How many of the tokens may leave, and why not all of them."""
         for span in spans:
             if span.end <= guest.sent:
@@ -346,7 +320,7 @@ class Door:
                 return span.start, "failed"
         return count, None
 
-    def _chunk(self, guest: _Guest, tokens: list[int], logprobs: list[float], spans: list[VersionSpan], end: int) -> ServeChunk:
+    def _chunk(self, guest: Guest, tokens: list[int], logprobs: list[float], spans: list[VersionSpan], end: int) -> ServeChunk:
         start, guest.sent = guest.sent, end
         self.tokens += end - start
         return ServeChunk(
@@ -356,7 +330,7 @@ class Door:
 
     async def _last(
         self,
-        guest: _Guest,
+        guest: Guest,
         tokens: list[int],
         logprobs: list[float],
         spans: tuple[VersionSpan, ...],
@@ -377,17 +351,17 @@ class Door:
             ),
         )  # fmt: skip
 
-    def _end(self, guest: _Guest, why: ServeFinish) -> None:
+    def _end(self, guest: Guest, why: ServeFinish) -> None:
         if guest.why is None:
             guest.why = why
             guest.news.set()
 
     # Who listens, and what is held
 
-    async def _send(self, guest: _Guest, chunk: ServeChunk) -> None:
+    async def _send(self, guest: Guest, chunk: ServeChunk) -> None:
         await self._bus.connection.send(guest.reply, encode(chunk))
 
-    async def _show_life(self, guest: _Guest) -> None:
+    async def _show_life(self, guest: Guest) -> None:
         """Repeat the last number; end the request whose gateway nobody sees any more."""
         if guest.heard is not None and guest.heard.done() and not guest.heard.cancelled() and guest.heard.exception() is None:
             headers = guest.heard.result().headers or {}
@@ -416,16 +390,3 @@ class Door:
         if (version, until) != self._held:
             self._held = (version, until)
             self._replica.hold(version, until)
-
-
-def _engine_id(request: ServeRequest) -> str:
-    return f"serve.{request.id}"
-
-
-def _engine_request(
-    request: ServeRequest, prompt: list[int], on_progress: Callable[[Progress], None] | None = None
-) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=_engine_id(request), tokens=prompt, sampling=request.sampling, seed=request.seed, position0=request.position0,
-        on_progress=on_progress, progress_every=max(request.chunk_tokens, 1),
-    )  # fmt: skip

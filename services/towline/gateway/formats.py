@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from towline.errors import MissingError
 from towline.gateway.bodies import ChatBody, CompletionBody, GenerateBody
 from towline.gateway.jobs import Choice, Job
 from towline.store.lineage import Lineage
@@ -18,10 +19,12 @@ def spans_of(choice: Choice, start: int = 0) -> list[list[Any]]:
 def bounds(choices: Iterable[Choice], lineage: Lineage) -> dict[str, int | None]:
     """The version with the least depth that a choice began with, and the one with the greatest that one ended with."""
     starts, ends = zip(*(choice.versions for choice in choices), strict=True)
-    known = set(lineage.versions())
 
     def depth(version: int) -> tuple[int, int]:
-        return (lineage.depth(version) if version in known else version, version)
+        try:
+            return lineage.depth(version), version
+        except MissingError:  # newer than what was read of the LOG
+            return version, version
 
     return {
         "weight_version_start": min((one for one in starts if one is not None), key=depth, default=None),

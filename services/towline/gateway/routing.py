@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from towline.contract.codec import digest
 from towline.contract.task import pack_tokens
+from towline.errors import MissingError
 from towline.store.lineage import Lineage
 
 FIRST_BLOCK_TOKENS = 64
@@ -35,12 +36,11 @@ class Constraint:
             return version == self.exact_version
         if version >= lineage.next_number:
             return True  # the replica has read further in the LOG; its door knows
-        known = set(lineage.versions())
-        if version not in known or not lineage.on_line(version):
+        try:
+            least = 0 if self.min_version is None else lineage.depth(self.min_version)
+            return lineage.on_line(version) and lineage.depth(version) >= least
+        except MissingError:
             return False
-        if self.min_version is None:
-            return True
-        return self.min_version in known and lineage.depth(version) >= lineage.depth(self.min_version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

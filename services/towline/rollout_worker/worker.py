@@ -92,13 +92,13 @@ class Worker:
         ended, _ = ends = [asyncio.create_task(self._until_ended()), asyncio.create_task(self._draining.wait())]
         try:
             done, _ = await asyncio.wait([*parts, *ends], return_when=asyncio.FIRST_COMPLETED)
+            if self._door is not None:
+                self._door.close()
             for part in parts:
                 if part in done:
                     part.result()
             self._intake.close()
             self.replica.drain()
-            if self._door is not None:
-                self._door.close()
             if ended.done():
                 ended.result()
                 _log.info("run_ended", trajectories=self.figures.trajectories)
@@ -113,7 +113,7 @@ class Worker:
                 await self._intake.settled(HAND_OVER_SECONDS)
             return "drained"
         finally:
-            if self._door is not None and self._draining.is_set():
+            if self._door is not None:
                 await self._door.settled(LEAVE_SECONDS)
             await _cancelled(*parts, *ends)
             await self._engine.stop()
