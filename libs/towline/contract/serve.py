@@ -115,5 +115,5 @@ def clip_spans(spans: list[VersionSpan], start: int, end: int) -> tuple[VersionS
     return tuple(
         VersionSpan(max(span.start, start), min(span.end, end), span.version, span.cut)
         for span in spans
-        if span.start < end and span.end > start
+        if max(span.start, start) < min(span.end, end)
     )
