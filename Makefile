@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 EXTRAS := torch,megatron,local,fast,checksums,plots,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-large test-ranks soak lint clean bench-weights staleness-study bench-activation sglang-venv demo-sglang test-sglang test-megatron
+.PHONY: help setup demo test test-gateway test-large test-ranks soak lint clean bench-weights staleness-study bench-activation sglang-venv demo-sglang test-sglang test-megatron
 
 help:
 	@echo "make setup   the virtual environment (the other targets call it; nothing to do: under a second)"
@@ -68,6 +68,9 @@ $(TOKENIZERS)/.stamp: tests/tokenizers.txt $(STAMP)
 
 test: lint $(TOKENIZERS)/.stamp
 	@$(BIN)/pytest --quiet
+
+test-gateway: setup
+	@$(BIN)/pytest --quiet -m slow tests/live/gateway
 
 test-large: setup
 	@$(BIN)/pytest --quiet -m slow tests/unit/delta
