@@ -17,6 +17,7 @@ help:
 	@echo "make lint    ruff and mypy alone"
 	@echo "make bench-weights   weight deltas on real optimiser steps, against others' ways (both cores idle; ARGS=--check)"
 	@echo "make test-replica   a replica's process killed at each step of preparing and activating (a quarter of an hour)"
+	@echo "make test-gateway   the gateway over longer: torch replicas, kills, the bus away, hundreds of odd requests (minutes)"
 	@echo "make bench-activation   what a new version costs a generating torch engine (two minutes, both cores idle; ARGS=--check)"
 	@echo "make test-large   a tensor of more than 4 GiB through files and the command (minutes, 10 GB of memory, 20 GB of disk)"
 	@echo "make staleness-study   reward against max_staleness, with and without correction: ten runs, a figure (ARGS='--seeds 2')"
