@@ -81,7 +81,8 @@ class _Server(uvicorn.Server):
 def _listen(settings: GatewaySettings) -> socket.socket:
     try:
         family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        # With its protocol named: asyncio asks for it before it turns Nagle's delay off, which costs a stream 40 ms a piece.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((settings.host, settings.port))
     except OSError as error:
