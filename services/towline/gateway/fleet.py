@@ -22,8 +22,6 @@ from towline.store.log import Log
 from towline.store.objects import ObjectStore
 
 POLL_SECONDS = 0.25
-GONE_MISSES = 3
-"""An entry that so many listings in a row haven't is gone."""
 DOWN_SECONDS = 5.0
 """A replica whose door was silent isn't asked again for so long, unless it says something new in the registry."""
 _log = structlog.get_logger("towline.gateway")
@@ -40,7 +38,6 @@ class _Known:
     taken: int = 0
     """Of those: what its door has taken, and so counts."""
     down_until: float = 0.0
-    misses: int = 0
 
 
 class Fleet:
@@ -177,17 +174,13 @@ class Fleet:
         changed = not self.bus_heard
         self.bus_heard = True
         for name in set(self._known) - set(found):
-            # A listing may miss an entry that is renewed at the same moment.
-            self._known[name].misses += 1
-            if self._known[name].misses >= GONE_MISSES:
-                del self._known[name]
-                changed = True
+            del self._known[name]
+            changed = True
         for name, info in found.items():
             one = self._known.get(name)
             if one is None or (info.version is None and one.version is not None):  # new, or a new process
                 self._known[name] = _Known(info, info.version, info.busy)
                 changed = True
-            self._known[name].misses = 0
             if one is None:
                 continue
             if info.at != one.info.at:
