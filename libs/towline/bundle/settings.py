@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from towline.config import Settings
 from towline.errors import CorruptError
 
-LEFT_OUT = ("bus", "store", "service")
+LEFT_OUT = ("bus", "store", "service", "gateway")
 """Sections that name servers and hold their keys; a reader has their defaults."""
 REMOVED = "(removed)"
 _SECRET = re.compile(r"secret|password|passwd|credential|api_?key|access_?key|auth|(^|_)key$|(^|_)token$", re.IGNORECASE)
@@ -21,6 +21,7 @@ def portable(settings: Settings) -> dict[str, Any]:
     """The sections that a replay may need. A user's `arguments` may hold anything: what its key calls a secret is removed."""
     tree = settings.model_dump(mode="json", exclude=set(LEFT_OUT))
     tree["run"].pop("directory")
+    tree["rollout"].pop("copy_folder")
     for section in tree.values():
         for key, value in section.items():
             if key == "arguments" or key.endswith("_arguments"):

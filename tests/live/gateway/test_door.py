@@ -14,6 +14,7 @@ import pytest
 from live.gateway.conftest import Scene, spell
 from support.waiting import until
 from towline.bus.client import Bus
+from towline.bus.topology import CONTROL
 from towline.config import BusSettings
 from towline.contract.codec import encode
 from towline.contract.serve import ServeChunk, ServeRequest
@@ -121,12 +122,15 @@ async def test_a_replica_that_is_alive_but_has_nothing_to_say_isn_t_gone(scene: 
 async def test_a_missing_chunk_is_noticed(scene: Scene, calls: Calls) -> None:
     bus = scene.world.bus
 
-    def answer(message: Any) -> None:
+    async def say(reply: str) -> None:
         for number in (0, 1, 3):
-            chunk = ServeChunk(id="x", number=number)
-            asyncio.get_running_loop().create_task(bus.connection.send(message.reply, encode(chunk)))
+            await bus.connection.send(reply, encode(ServeChunk(id="x", number=number)))
 
-    await bus.connection.subscribe(bus.topology.serve("fake"), answer)
+    saying: list[asyncio.Task[None]] = []
+    await bus.connection.subscribe(
+        bus.topology.serve("fake"), lambda message: saying.append(asyncio.create_task(say(message.reply)))
+    )
+    await bus.stream_state(CONTROL)  # an answer on the same connection: the server has the subscription
     with pytest.raises(Gone, match="chunk 3 came where 2 was due"):
         async for _ in calls.call("fake", ask("x")):
             pass

@@ -62,7 +62,7 @@ async def test_the_tables_hold_every_trajectory_and_outcome(ran):
 
 def test_no_address_and_no_secret_of_the_run_is_in_a_bundle(ran):
     settings = json.loads((ran.bundle / "settings.json").read_text())
-    assert not {"bus", "store", "service"} & set(settings)
+    assert not {"bus", "store", "service", "gateway"} & set(settings)
     assert "directory" not in settings["run"]
     for path in [ran.bundle / "settings.json", ran.bundle / "manifest.json", *ran.bundle.glob("store/small/fingerprints/*")]:
         assert b"127.0.0.1" not in path.read_bytes()
