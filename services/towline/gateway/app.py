@@ -26,6 +26,7 @@ from towline.gateway.formats import OpenAIFormat, generated
 from towline.gateway.jobs import Choice, Job
 from towline.gateway.openapi import document
 from towline.gateway.plans import Planner, bound_model
+from towline.gateway.sessions import Sessions, TurnFormat
 from towline.gateway.tenants import Tenants
 from towline.runtime.metrics import CONTENT_TYPE, Metrics
 
@@ -60,11 +61,12 @@ class Api:
         planner: Callable[[], Planner],
         tenants: Tenants,
         metrics: Metrics,
+        sessions: Sessions,
         not_ready: Callable[[], str | None],
     ) -> None:
         self._settings, self._fleet, self._desk, self._planner = settings, fleet, desk, planner
         self._tenants, self._metrics, self._not_ready = tenants, metrics, not_ready
-        self._run = settings.run.name
+        self._sessions, self._run = sessions, settings.run.name
         self._seconds = metrics.histogram("request_seconds", "from the request to its end", ["route"])
         self._first = metrics.histogram("first_token_seconds", "from the request to its first tokens", ["route"])
         self._answers = metrics.counter("answers_total", "answers by route and status", ["route", "status"])
@@ -76,6 +78,7 @@ class Api:
             Route("/generate", self._route(self._generate), methods=["POST"]),
             Route("/v1/completions", self._route(self._completions), methods=["POST"]),
             Route("/v1/chat/completions", self._route(self._chat), methods=["POST"]),
+            *self._sessions.routes(self._route, self._served, self._tenants.admitted),
             Route("/v1/models", self._route(self._models), methods=["GET"]),
             Route("/server_info", self._route(self._server_info), methods=["GET"]),
             Route("/wake", self._route(self._wake), methods=["POST"]),
@@ -91,7 +94,7 @@ class Api:
 
     def _route(self, handle: Callable[[Request, str], Awaitable[Response]]) -> Handler:
         async def answer(request: Request) -> Response:
-            path = request.url.path
+            path = _path(request)
             try:
                 tenant = self._tenants.of(request.headers.get("authorization", ""))
                 response = await handle(request, tenant)
@@ -113,7 +116,7 @@ class Api:
         self, request: Request, tenant: str, begin: Callable[[bytes], Awaitable[tuple[Job, Any, bool]]]
     ) -> Response:
         """`begin` makes the job of the body: (job, its format, whether it's streamed)."""
-        began, path = time.monotonic(), request.url.path
+        began, path = time.monotonic(), _path(request)
         stack = contextlib.AsyncExitStack()
         async with stack:
             stack.enter_context(self._tenants.admitted(tenant))
@@ -123,6 +126,8 @@ class Api:
             if not streamed:
                 await self._finish(request, job)
                 self._tokens.labels(path).inc(job.completion_tokens)
+                if isinstance(form, TurnFormat):
+                    await form.keep()
                 return JSONResponse(form.whole())
             events = await stack.enter_async_context(contextlib.aclosing(job.events()))
             first = await anext(events, None)
@@ -299,6 +304,14 @@ class SglangFormat:
 
     def last_piece(self) -> None:
         return None
+
+
+def _path(request: Request) -> str:
+    """For metrics and logs: a session's is that of its route, else there were as many as sessions."""
+    path = request.url.path
+    for name, value in request.path_params.items():
+        path = path.replace(value, f"{{{name}}}", 1)
+    return path
 
 
 async def _until_gone(request: Request) -> None:

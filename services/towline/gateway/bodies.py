@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from towline.bus.topology import MAX_ATOMIC_MESSAGES
 from towline.gateway.answers import invalid
 from towline.gateway.routing import Constraint
 
@@ -25,6 +27,15 @@ def _only(*values: Any) -> Callable[[Any], Any]:
         return value
 
     return check
+
+
+def _kept(value: Any) -> Any:
+    """As a record can keep it: MessagePack's integers have 64 bits."""
+    try:
+        msgspec.msgpack.encode(value)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise ValueError(f"can't be kept: {error}") from None
+    return value
 
 
 NoPenalty = Annotated[float, AfterValidator(_only(0.0))]
@@ -184,20 +195,94 @@ class TextPart(_Body):
     text: str
 
 
-class ChatBody(_OpenAI):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+class _Chat(_OpenAI):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, AfterValidator(_only(0))] | None = None
-    chat_template_kwargs: dict[str, Any] = {}
     response_format: TextFormat | None = None
+
+
+class ChatBody(_Chat):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    chat_template_kwargs: dict[str, Any] = {}
 
 
 class TextFormat(_Body):
     type: Literal["text"]
 
 
-for _model in (_OpenAI, CompletionBody, ChatMessage, ChatBody):
+class ToolFunction(BaseModel):
+    name: Annotated[str, Field(max_length=200)]
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(BaseModel):
+    id: Annotated[str, Field(max_length=200)] | None = None
+    type: Literal["function"] = "function"
+    function: ToolFunction
+
+
+class SessionMessage(BaseModel):
+    """One message as clients keep it: an answer comes back as it was told, whatever else stands in it."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: Annotated[str, Field(max_length=200)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=1000)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=200)] | None = None
+
+    @model_validator(mode="after")
+    def _kept(self) -> SessionMessage:
+        _kept(self.model_dump())
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        role = "system" if self.role == "developer" else self.role
+        return self.model_dump(exclude_none=True) | {"role": role}
+
+
+Kept = Annotated[dict[str, Any], AfterValidator(_kept)]
+Tools = Annotated[list[Kept], Field(max_length=1000)]
+
+
+class SessionBody(_Body):
+    """A new session. `tools` are told once, in its first prompt; `chat_template_kwargs` go to the template in every turn."""
+
+    tools: Tools | None = None
+    chat_template_kwargs: Kept = {}
+    ttl_seconds: Annotated[float, Field(gt=0)] | None = None
+    """Since its last change; the longest, a day, where it's left out."""
+
+
+class SessionChatBody(_Chat):
+    """A turn: the conversation whole, as OpenAI's clients send it. One answer, not streamed."""
+
+    messages: Annotated[list[SessionMessage], Field(min_length=1, max_length=10_000)]
+    tools: Tools | None = None
+    tool_choice: Literal["auto"] | None = None
+    n: Annotated[int, AfterValidator(_only(1))] | None = None
+    stream: Off = False
+
+
+class FinishBody(_Body):
+    """The sample that the session becomes; without a group it's one of its own."""
+
+    reference: Kept = {}
+    group: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    sample: Annotated[int, Field(ge=0, lt=MAX_ATOMIC_MESSAGES)] = 0
+    group_size: Annotated[int, Field(ge=1, le=MAX_ATOMIC_MESSAGES)] = 1
+
+    @model_validator(mode="after")
+    def _within(self) -> FinishBody:
+        if self.sample >= self.group_size:
+            raise ValueError("sample: samples of a group are numbered from 0 to group_size - 1")
+        if self.group is None and self.group_size > 1:
+            raise ValueError("group: several samples need the name that they share")
+        return self
+
+
+for _model in (_OpenAI, _Chat, CompletionBody, ChatMessage, ChatBody, SessionMessage, SessionChatBody):
     _model.model_rebuild()
 
 

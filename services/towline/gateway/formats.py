@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from towline.errors import MissingError
-from towline.gateway.bodies import ChatBody, CompletionBody, GenerateBody
+from towline.gateway.bodies import ChatBody, CompletionBody, GenerateBody, SessionChatBody
 from towline.gateway.jobs import Choice, Job
 from towline.store.lineage import Lineage
 
@@ -84,9 +84,9 @@ def usage(job: Job) -> dict[str, int]:
 class OpenAIFormat:
     """The answer to one request, whole or as a stream's pieces; `chat` or completion."""
 
-    def __init__(self, body: CompletionBody | ChatBody, job: Job, lineage: Lineage) -> None:
+    def __init__(self, body: CompletionBody | ChatBody | SessionChatBody, job: Job, lineage: Lineage) -> None:
         self._body, self._job, self._lineage = body, job, lineage
-        self._chat = isinstance(body, ChatBody)
+        self._chat = not isinstance(body, CompletionBody)
         self._told: dict[int, tuple[int, int]] = {}
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
 

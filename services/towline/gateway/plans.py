@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import xxhash
 
 from towline.config import Settings
 from towline.contract.task import SamplingParams
 from towline.gateway.answers import ApiError, invalid
-from towline.gateway.bodies import ChatBody, CompletionBody, GenerateBody, SglangSampling
+from towline.gateway.bodies import ChatBody, CompletionBody, GenerateBody, SessionChatBody, SglangSampling
 from towline.gateway.jobs import Choice, Wording
 from towline.gateway.model import Model
 from towline.gateway.routing import Constraint
 from towline.gateway.samples import Ask, Sample
+from towline.session.boundary import Boundary, Tokenizer
+from towline.session.families import boundary_of
 
+MOST_BOUNDARIES = 64
+"""Proven ones that are kept, by their template variables."""
 _SEED_BITS = (1 << 63) - 1
 
 
@@ -59,6 +64,7 @@ class Planner:
         self._settings, self._model = settings, model
         own = settings.sampling.stop_token_ids
         self._stops = model.stop_token_ids if own is None else own
+        self._boundaries: dict[str, Boundary] = {}
 
     def generate(self, body: GenerateBody) -> Plan:
         prompts = self._prompts(body.input_ids if body.input_ids is not None else body.text)
@@ -78,12 +84,29 @@ class Planner:
         prompt = self._model.render(messages, body.chat_template_kwargs)
         if not prompt:
             raise invalid("messages: the chat template made an empty prompt of them")
-        if body.max_tokens is not None and body.max_completion_tokens is not None:
-            raise invalid("give max_completion_tokens or max_tokens, not both")
-        return self._openai(body, [prompt], body.max_completion_tokens or body.max_tokens, constraint)
+        return self._openai(body, [prompt], _most(body), constraint)
+
+    def turn(self, body: SessionChatBody, prompt: list[int], constraint: Constraint, session: str) -> Plan:
+        """Of a session: `prompt` is the path that stands, token by token."""
+        return replace(self._openai(body, [prompt], _most(body), constraint), session=session)
+
+    def boundary(self, variables: Mapping[str, Any]) -> Boundary:
+        """The model's, for sessions with these template variables; `UsageError` where there can be none."""
+        self._model.encode("")
+        key = json.dumps(variables, sort_keys=True)
+        if (found := self._boundaries.get(key)) is None:
+            found = boundary_of(cast(Tokenizer, self._model.tokenizer), self._stops, variables)
+            if len(self._boundaries) >= MOST_BOUNDARIES:
+                self._boundaries.clear()
+            self._boundaries[key] = found
+        return found
 
     def _openai(
-        self, body: CompletionBody | ChatBody, prompts: list[list[int]], most: int | None, constraint: Constraint
+        self,
+        body: CompletionBody | ChatBody | SessionChatBody,
+        prompts: list[list[int]],
+        most: int | None,
+        constraint: Constraint,
     ) -> Plan:
         params = SglangSampling(
             temperature=1.0 if body.temperature is None else body.temperature, top_p=1.0 if body.top_p is None else body.top_p,
@@ -156,6 +179,12 @@ class Planner:
             tokenizer=self._model.tokenizer, stops=stops, skip_special_tokens=params.skip_special_tokens,
             keep_stop=params.no_stop_trim,
         )  # fmt: skip
+
+
+def _most(body: ChatBody | SessionChatBody) -> int | None:
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise invalid("give max_completion_tokens or max_tokens, not both")
+    return body.max_completion_tokens or body.max_tokens
 
 
 def bound_model(name: str, run: str, constraint: Constraint) -> Constraint:

@@ -20,6 +20,8 @@ from towline.gateway.model import load_model
 from towline.gateway.plans import Planner
 from towline.gateway.samples import Sampler
 from towline.gateway.server import ApiServer
+from towline.gateway.session_store import SessionStore
+from towline.gateway.sessions import Sessions
 from towline.gateway.tenants import Tenants
 from towline.runtime.run_end import run_has_ended
 from towline.runtime.service import Service
@@ -43,9 +45,15 @@ class GatewayService(Service):
         self._sampler = Sampler(self._fleet, self._calls, chunk_tokens=mine.chunk_tokens, resume_seconds=mine.resume_seconds)
         self._ledger = Ledger(bus, objects, settings.run.name)
         self._model: Planner | None = None
+        self._sessions = SessionStore(bus, objects, settings.run.name)
+        desk = Desk(mine, self._sampler, self._ledger)
+        sessions = Sessions(
+            settings, bus=bus, store=self._sessions, desk=desk, fleet=self._fleet, planner=self._planner, metrics=self.metrics,
+            replica=replica,
+        )  # fmt: skip
         self.api = Api(
-            settings, fleet=self._fleet, desk=Desk(mine, self._sampler, self._ledger), planner=self._planner,
-            tenants=Tenants(mine.tenants), metrics=self.metrics, not_ready=self._not_ready,
+            settings, fleet=self._fleet, desk=desk, planner=self._planner, tenants=Tenants(mine.tenants), metrics=self.metrics,
+            sessions=sessions, not_ready=self._not_ready,
         )  # fmt: skip
         self._server = ApiServer(self.api.app(), mine)
 
@@ -125,11 +133,13 @@ class GatewayService(Service):
                     await self.draining.wait()
 
     async def _sweep(self) -> None:
-        """Delete what expired Idempotency-Keys left in the store."""
+        """Delete what expired Idempotency-Keys and sessions left."""
         while True:
             try:
                 if gone := await asyncio.to_thread(self._ledger.sweep):
                     self.log.info("idempotency_swept", objects=gone)
+                if gone := await self._sessions.sweep():
+                    self.log.info("sessions_swept", gone=gone)
             except UnavailableError as error:
-                self.log.warning("idempotency_unswept", reason=error.message)
+                self.log.warning("unswept", reason=error.message)
             await asyncio.sleep(SWEEP_SECONDS)

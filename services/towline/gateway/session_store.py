@@ -1,0 +1,174 @@
+"""Sessions as gateways keep them: a small KV entry, replaced by revision, and what is large behind it as an object in the store.
+
+Whoever has read an entry may replace it, once: of two that read the same one, the second is told so and has changed nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import structlog
+
+from towline.bus.client import Bus
+from towline.bus.topology import SESSIONS
+from towline.contract.codec import SCHEMA, decode, encode
+from towline.contract.task import SamplingParams
+from towline.errors import MissingError, UnavailableError
+from towline.gateway.answers import ApiError
+from towline.store.objects import ObjectStore
+
+INLINE_BYTES = 1024
+"""A larger content lies in the object store: the bucket is small."""
+LONGEST_SECONDS = SESSIONS.ttl_seconds or 86400.0
+KEPT_SECONDS = 2 * LONGEST_SECONDS
+"""Objects outlive their entries; older ones are deleted."""
+_ID = re.compile(r"sess-[0-9a-f]{32}")
+_READ_TRIES = 5
+_log = structlog.get_logger("towline.gateway")
+
+
+class Finish(msgspec.Struct, frozen=True, kw_only=True):
+    """What /finish was asked for; `at` (Unix seconds) is when, so that a repeat publishes the very same bytes."""
+
+    name: str
+    sample: int
+    group_size: int
+    reference: dict[str, Any]
+    at: float
+
+
+class Content(msgspec.Struct, frozen=True, kw_only=True):
+    """`session`: the record that towline.session makes, empty before the first turn; `sampling` and `seed` are the last one's."""
+
+    schema: int = SCHEMA
+    created: float
+    variables: dict[str, Any] = {}
+    tools: list[Any] | None = None
+    session: bytes = b""
+    sampling: SamplingParams | None = None
+    seed: int = 0
+    state: Literal["open", "finishing", "finished"] = "open"
+    finish: Finish | None = None
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """`content`, or in its place the name of an object. `write` is random: no two writes are the same bytes."""
+
+    schema: int = SCHEMA
+    tenant: str
+    ttl_seconds: float
+    expires_at: float
+    write: bytes
+    content: bytes = b""
+    blob: str = ""
+
+
+_entry = msgspec.msgpack.Decoder(Entry)
+_content = msgspec.msgpack.Decoder(Content)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A session as it was read, or written, at `revision`."""
+
+    id: str
+    entry: Entry
+    revision: int
+    content: Content
+
+
+class SessionStore:
+    """All sessions of a run."""
+
+    def __init__(self, bus: Bus, objects: ObjectStore, run: str) -> None:
+        self.bucket = bus.kv(SESSIONS)
+        self._objects, self._prefix = objects, f"{run}/sessions/"
+
+    async def create(self, tenant: str, content: Content, ttl_seconds: float) -> Held:
+        name = f"sess-{secrets.token_hex(16)}"
+        entry = await self._entry_of(name, tenant, content, ttl_seconds)
+        revision = await self.bucket.create(name, encode(entry))
+        if revision is None:
+            raise UnavailableError(f"session {name} exists already: ask again", code="session_exists")
+        return Held(name, entry, revision, content)
+
+    async def load(self, name: str, tenant: str) -> Held:
+        """404 where the tenant has no such session, or its time is over."""
+        if not _ID.fullmatch(name):
+            raise missing(name)
+        for _ in range(_READ_TRIES):
+            found = await self.bucket.entry(name)
+            if found is None:
+                raise missing(name)
+            entry, revision = decode(_entry, found[0], "session entry"), found[1]
+            if entry.tenant != tenant or entry.expires_at <= time.time():
+                raise missing(name)
+            with contextlib.suppress(MissingError):  # a later write has put another object in its place
+                data = await asyncio.to_thread(self._objects.get, self._prefix + entry.blob) if entry.blob else entry.content
+                return Held(name, entry, revision, decode(_content, data, "session content"))
+        raise UnavailableError(f"session {name} is written all the time: ask again", code="session_busy")
+
+    async def save(self, held: Held, content: Content) -> Held:
+        """The content in place of what `held` has read; 409 where somebody was first. The session's time begins anew."""
+        entry = await self._entry_of(held.id, held.entry.tenant, content, held.entry.ttl_seconds)
+        revision = await self.bucket.update(held.id, encode(entry), held.revision)
+        if revision is None:
+            await self._forget(entry)
+            raise conflict(f"session {held.id}: another request changed it meanwhile; nothing of this one is kept, send it again")
+        await self._forget(held.entry)
+        return Held(held.id, entry, revision, content)
+
+    async def delete(self, held: Held) -> None:
+        await self.bucket.delete(held.id)
+        await self._forget(held.entry)
+
+    async def sweep(self, now: float | None = None) -> int:
+        """Delete sessions whose time is over, and objects that no entry can name any more; how many of both."""
+        at, gone = time.time() if now is None else now, 0
+        for name, data in (await self.bucket.items()).items():
+            if decode(_entry, data, "session entry").expires_at <= at and (found := await self.bucket.entry(name)) is not None:
+                entry = decode(_entry, found[0], "session entry")
+                if entry.expires_at <= at and await self.bucket.delete(name, found[1]):
+                    await self._forget(entry)
+                    gone += 1
+        return gone + await asyncio.to_thread(self._sweep_objects, at - KEPT_SECONDS)
+
+    def _sweep_objects(self, edge: float) -> int:
+        old = [info.key for info in self._objects.list(self._prefix) if info.modified < edge]
+        for key in old:
+            self._objects.delete(key)
+        return len(old)
+
+    async def _entry_of(self, name: str, tenant: str, content: Content, ttl_seconds: float) -> Entry:
+        data, blob = await asyncio.to_thread(encode, content), ""
+        if len(data) > INLINE_BYTES:
+            blob = f"{name}-{secrets.token_hex(8)}"
+            await asyncio.to_thread(self._objects.put, self._prefix + blob, data)
+            data = b""
+        return Entry(
+            tenant=tenant, ttl_seconds=ttl_seconds, expires_at=time.time() + ttl_seconds, write=secrets.token_bytes(8),
+            content=data, blob=blob,
+        )  # fmt: skip
+
+    async def _forget(self, entry: Entry) -> None:
+        """Nothing names its object any more. Where it can't be deleted now, the sweep does it."""
+        if entry.blob:
+            try:
+                await asyncio.to_thread(self._objects.delete, self._prefix + entry.blob)
+            except UnavailableError as error:
+                _log.warning("session_object_left", object=entry.blob, reason=error.message)
+
+
+def missing(name: str) -> ApiError:
+    return ApiError(404, "session_not_found", f"no session {name[:100]!r}: it never was, was deleted, or its time is over")
+
+
+def conflict(message: str) -> ApiError:
+    return ApiError(409, "SessionConflict", message)
