@@ -22,7 +22,8 @@ from towline.session.boundary import Boundary, Tokenizer
 from towline.session.families import boundary_of
 
 MOST_BOUNDARIES = 64
-"""Proven ones that are kept, by their template variables."""
+"""Proven ones that are kept, by their template variables; those of longer ones are proved each time."""
+MOST_KEPT_CHARACTERS = 4096
 _SEED_BITS = (1 << 63) - 1
 
 
@@ -98,7 +99,8 @@ class Planner:
             found = boundary_of(cast(Tokenizer, self._model.tokenizer), self._stops, variables)
             if len(self._boundaries) >= MOST_BOUNDARIES:
                 self._boundaries.clear()
-            self._boundaries[key] = found
+            if len(key) <= MOST_KEPT_CHARACTERS:
+                self._boundaries[key] = found
         return found
 
     def _openai(

@@ -113,7 +113,7 @@ class SessionStore:
             with contextlib.suppress(MissingError):  # a later write has put another object in its place
                 data = await asyncio.to_thread(self._objects.get, self._prefix + entry.blob) if entry.blob else entry.content
                 return Held(name, entry, revision, decode(_content, data, "session content"))
-        raise UnavailableError(f"session {name} is written all the time: ask again", code="session_busy")
+        raise UnavailableError(f"session {name}: its content can't be found in the store: ask again", code="session_content")
 
     async def save(self, held: Held, content: Content) -> Held:
         """The content in place of what `held` has read; 409 where somebody was first. The session's time begins anew."""

@@ -11,12 +11,17 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
+import openai
 import pytest
+import schemathesis
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from live.gateway.conftest import EOS, LETTERS, VOCABULARY, Scene, spell
 from live.gateway.test_kills import Processes
+from live.gateway.test_openapi import _narrowed as narrowed
+from live.gateway.test_openapi import _run as send_odd
 from support.real_tokenizers import CHATML
 from support.waiting import until
 from towline.bus.topology import SESSIONS, TRAJECTORY
@@ -263,6 +268,62 @@ async def test_a_gateway_killed_in_a_turn_leaves_what_stood_and_another_goes_on(
     finally:
         for name in list(processes.all):
             await processes.kill(name)
+
+
+async def test_a_finish_that_a_crash_cut_short_is_gone_on_with_by_any_gateway_and_publishes_once(scene: Scene) -> None:
+    seed_chat(scene)
+    await scene.worker(engine="synthetic")
+    here, there = await scene.gateway(), await scene.gateway()
+    store = scene._gateways[0][0]._sessions
+    talk = await Talk.begin(here, scene.world.run)
+    await talk.ask("hi")
+    told = (await talk.post("finish", group="g")).raise_for_status().json()
+    stands = await trajectory(scene, told["group"])
+    held = await store.load(talk.name, "-")
+    assert held.content.state == "finished"
+    await store.save(held, msgspec.structs.replace(held.content, state="finishing"))  # it died before it could say so
+    one_line(await talk.send(), 409, "finishing")
+    talk.client = there
+    one_line(await talk.post("finish", group="other"), 409, "otherwise")
+    assert (await talk.post("finish", group="g")).raise_for_status().json() == told
+    assert (await trajectory(scene, told["group"])).replica == stands.replica
+    assert (await talk.view())["state"] == "finished"
+
+
+async def test_openai_s_client_talks_to_a_session_by_its_base_url(scene: Scene) -> None:
+    seed_chat(scene)
+    spy = Spy((await scene.worker(engine="synthetic")).worker._engine)
+    talk = await Talk.begin(await scene.gateway(), scene.world.run)
+    base = f"{str(talk.client.base_url).rstrip('/')}/sessions/{talk.name}/v1"
+    async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as client:
+        messages: list[Any] = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
+        for _ in range(2):
+            answer = await client.chat.completions.create(model=talk.run, messages=messages, max_completion_tokens=6)
+            messages += [answer.choices[0].message, {"role": "user", "content": [{"type": "text", "text": "go on"}]}]
+    first = spy.calls[0][1].tokens
+    assert spy.calls[0][0] == said_by("system", "be") + said_by("user", "hi") + ASKS
+    assert spy.calls[1][0] == spy.calls[0][0] + first + following(first, said_by("user", "go on"))
+    assert (await talk.view())["mismatches"] == {}
+
+
+async def test_odd_requests_to_a_session_bring_no_5xx(scene: Scene) -> None:
+    seed_chat(scene)
+    await scene.worker(engine="synthetic", gateway={"waiting": 1000})
+    client = await scene.gateway(max_wait_seconds=0.2)
+    talk = await Talk.begin(client, scene.world.run)
+    tree = narrowed((await client.get("/openapi.json")).json(), scene.world.run)
+    tree["paths"] = {path: operations for path, operations in tree["paths"].items() if path.startswith("/sessions")}
+    del tree["paths"]["/sessions/{session}"]["delete"]
+    for operations in tree["paths"].values():
+        for operation in operations.values():
+            for parameter in operation["parameters"]:
+                if parameter["in"] == "path":
+                    parameter["schema"] = {"type": "string", "enum": [talk.name]}
+    found = await asyncio.to_thread(send_odd, schemathesis.openapi.from_dict(tree), str(client.base_url), 20)
+    assert found[200] > 0
+    assert found[201] > 0
+    assert found[400] > 0
+    assert (await talk.view())["id"] == talk.name
 
 
 async def test_a_session_is_its_tenant_s_and_ends_with_its_time(scene: Scene) -> None:
