@@ -12,11 +12,14 @@ from support.servers import running
 from towline.config import BusSettings, StoreSettings
 from towline.local.servers import NatsServer, S3Server
 
+ROOM_BYTES = 1 << 40
+"""What all tests' runs may reserve together; it takes no disk."""
+
 
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     """A nats-server that all tests of the session share. Whoever kills or fills one starts their own (support.servers)."""
-    yield from running(NatsServer(tmp_path_factory.mktemp("nats")))
+    yield from running(NatsServer(tmp_path_factory.mktemp("nats"), max_store_bytes=ROOM_BYTES))
 
 
 @pytest.fixture(scope="session")

@@ -167,7 +167,7 @@ async def test_a_service_loads_its_kernels_before_it_works(
     stand_in = SimpleNamespace(run=begins, not_ready="", drain=lambda: None)
     if work == "run_trainer":
         monkeypatch.setattr(loaded, work, begins)
-        made.settings = made.bus = made.objects = made.replica = made._figures = None
+        made.settings = made.bus = made.objects = made.replica = made._figures = made._crew = None
     else:
         setattr(made, work, stand_in)
         made.health = SimpleNamespace(ready=lambda: None, not_ready=lambda _: None)
