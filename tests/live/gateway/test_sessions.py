@@ -270,13 +270,15 @@ async def test_a_gateway_killed_in_a_turn_leaves_what_stood_and_another_goes_on(
             await processes.kill(name)
 
 
-async def test_a_finish_that_a_crash_cut_short_is_gone_on_with_by_any_gateway_and_publishes_once(scene: Scene) -> None:
+async def test_repeats_add_no_turn_and_a_finish_that_a_crash_cut_short_publishes_once_by_any_gateway(scene: Scene) -> None:
     seed_chat(scene)
     await scene.worker(engine="synthetic")
     here, there = await scene.gateway(), await scene.gateway()
     store = scene._gateways[0][0]._sessions
     talk = await Talk.begin(here, scene.world.run)
-    await talk.ask("hi")
+    first = await talk.ask("hi", seed=5)
+    repeat = await talk.send(messages=talk.messages[:-1], seed=5)
+    assert repeat.json()["session"] == first["session"], "the repeat of a turn adds nothing"
     told = (await talk.post("finish", group="g")).raise_for_status().json()
     stands = await trajectory(scene, told["group"])
     held = await store.load(talk.name, "-")
