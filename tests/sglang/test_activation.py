@@ -204,9 +204,12 @@ async def test_a_killed_server_comes_back_on_its_last_version_and_goes_on(starte
     await until(lambda: bool(told) and told[-1].spans[-1].version == 1)
     pid = engine.server_pid
     assert pid is not None
+    assert engine.recovering == ""
     os.killpg(pid, signal.SIGKILL)
+    await until(lambda: "started again on version 1" in engine.recovering)
     survivor = await asyncio.wait_for(task, 240)
     assert engine.server_pid != pid
+    assert engine.recovering == ""
     engine.health()
     assert survivor.finish == "length"
     # What the killed server had sent is kept, on both sides of the cut, and what follows is the same version's.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from towline.contract.task import SamplingParams, VersionSpan
 from towline.delta.state import ModelState
@@ -133,6 +133,21 @@ class Engine(Protocol):
     def health(self) -> None:
         """Raises `EngineError` when the engine can't serve."""
         ...
+
+
+@runtime_checkable
+class Recovering(Protocol):
+    """An engine that may be away for a while and comes back by itself, its version proved again."""
+
+    @property
+    def recovering(self) -> str:
+        """Why it can't serve at the moment; "" while it can."""
+        ...
+
+
+def recovering(engine: Engine) -> str:
+    """Why the engine is away, "" where it isn't or never is."""
+    return engine.recovering if isinstance(engine, Recovering) else ""
 
 
 def token_budget(request: GenerateRequest, *, vocabulary: int, max_context: int) -> int:

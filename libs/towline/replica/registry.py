@@ -15,7 +15,7 @@ from towline.bus.client import Bus
 from towline.bus.topology import ACKS, REGISTRY_TTL_SECONDS, REPLICAS
 from towline.contract.codec import encode
 from towline.contract.policy import Ack, ReplicaInfo
-from towline.engine.base import Engine
+from towline.engine.base import Engine, recovering
 from towline.errors import UnavailableError
 from towline.replica.states import StateMachine
 
@@ -61,15 +61,16 @@ class Registry:
                     await self._wake.wait()
 
     def info(self) -> ReplicaInfo:
+        away = recovering(self._engine)
         return ReplicaInfo(
             replica=self._replica,
             host=self._host,
             engine=self._engine.name,
             slots=self._engine.slots,
             busy=self._busy(),
-            state=self._states.state,
+            state="starting" if away and self._states.state != "draining" else self._states.state,
             version=self._version(),
-            detail=self._states.detail,
+            detail=away or self._states.detail,
             at=time.time(),
             subscription=self._subscription,
             failed=dict(self._failed),

@@ -12,7 +12,7 @@ import structlog
 
 from towline.bus.client import Bus
 from towline.config import Settings
-from towline.engine.base import Engine
+from towline.engine.base import Engine, recovering
 from towline.environment.base import Environment, environment_factory
 from towline.errors import UnavailableError
 from towline.replica.control import ControlFeed
@@ -74,7 +74,7 @@ class Worker:
             return "draining"
         if self.replica.version is None:
             return f"{states.state}: {states.detail}" if states.detail else states.state
-        return None
+        return recovering(self._engine) or None
 
     def drain(self) -> None:
         """Pull no more, finish or hand over what runs within service.drain_seconds, then let `run` return."""
@@ -171,10 +171,14 @@ class Worker:
 
     async def _watch_engine(self) -> None:
         """An engine that died ends the worker: its supervisor starts a new one, and the tasks are delivered again."""
+        told = ""
         while True:
             await asyncio.sleep(1.0)
             if self._engine.version is not None:
                 self._engine.health()
+            if (away := recovering(self._engine)) != told:
+                self.replica.registry.renew()
+                told = away
 
 
 async def _cancelled(*tasks: asyncio.Task[Any]) -> None:

@@ -150,6 +150,10 @@ class SglangEngine:
         if self._server is not None:
             await self._server.end()
 
+    @property
+    def recovering(self) -> str:
+        return "" if self._server is None else self._server.recovering
+
     async def generate(self, request: GenerateRequest) -> Generation:
         self.health()
         assert self._generations is not None

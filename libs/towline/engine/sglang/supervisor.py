@@ -39,6 +39,8 @@ class Supervisor:
         self._client: SglangClient | None = None
         self._restarted: list[float] = []
         self._failure: EngineError | None = None
+        self.recovering = ""
+        """Why there is no server that serves at the moment, while one is being started; "" otherwise."""
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -90,6 +92,7 @@ class Supervisor:
         assert self._process is not None
         assert served.version is not None
         _log.warning("engine_restarts", version=served.version, reason=why)
+        self.recovering = f"its server is being started again on version {served.version}: {why}"
         try:
             self._restarted = [*(at for at in self._restarted if began - at < _RESTART_WINDOW_SECONDS), began]
             if len(self._restarted) > _RESTARTS:
@@ -101,6 +104,8 @@ class Supervisor:
         except TowlineError as error:
             self._failure = error if isinstance(error, EngineError) else EngineError(error.message, code="engine_failed")
             raise self._failure from error
+        finally:
+            self.recovering = ""
         _log.info("engine_restarted", version=served.version, seconds=round(time.monotonic() - began, 1))
 
     async def end(self) -> None:
