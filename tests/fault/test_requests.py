@@ -54,7 +54,7 @@ def test_groups_from_outside_and_requests_survive_the_buffer_s_deaths(zygote, tm
         finally:
             await bus.close()
 
-    with field(zygote, tmp_path, die_at=ON_REQUEST, run__steps=12, buffer__max_staleness=2, **FAULTY) as run:
+    with field(zygote, tmp_path, die_at=ON_REQUEST, run__steps=30, buffer__max_staleness=2, **FAULTY) as run:
         asyncio.run(meanwhile(run))
         run.assert_ended_well()
         assert run.died_at() == set(ON_REQUEST)

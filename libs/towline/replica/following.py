@@ -26,6 +26,8 @@ class Following:
 
     def __init__(self, bus: Bus, log: Log, *, poll_seconds: float, on_entries: Callable[[list[LogEntry]], None]) -> None:
         self._bus, self._log, self._poll_seconds, self._on_entries = bus, log, poll_seconds, on_entries
+        self.caught_up = asyncio.Event()
+        """The LOG was read to its end once: until then its lineage shows only the beginning."""
         self._poll = asyncio.Event()
 
     async def read_log(self) -> None:
@@ -37,6 +39,8 @@ class Following:
             except UnavailableError as error:
                 _log.warning("log_unreachable", reason=error.message)
                 new = []
+            else:
+                self.caught_up.set()
             if new:
                 self._on_entries(new)
             with contextlib.suppress(TimeoutError):

@@ -197,6 +197,7 @@ class Replica:
     async def _serve(self) -> None:
         self._go("following")
         await self._feed.caught_up.wait()
+        await self._following.caught_up.wait()
         while True:
             wanted = self._wanted()
             if wanted is not None and wanted != self.version:

@@ -11,10 +11,12 @@ import pytest
 from live.worker.conftest import Start
 from live.worker.world import TOLERANCE, World
 from support.waiting import until
-from towline.contract.entries import VersionEntry
+from towline.contract.entries import LogEntry, VersionEntry
 from towline.contract.task import SamplingParams
 from towline.engine.torch_engine import TorchEngine
 from towline.errors import EngineError
+from towline.replica.replica import Replica
+from towline.store.lineage import Lineage
 from unit.engine.models import digest_of
 
 LONG = SamplingParams(max_tokens=1500)
@@ -165,6 +167,30 @@ async def test_a_started_replica_goes_to_the_latest_without_advertising_the_base
     ack = await world.served(world.log.lineage.latest)
     assert seen == [ack.version]
     assert ack.mode == "initial"
+
+
+async def test_a_log_that_is_read_slowly_is_read_whole_before_a_version_is_chosen(
+    world: World, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.seed()
+    newest = [world.commit(seed) for seed in (1, 2, 3)][-1]
+    extend, serve = Lineage.extend, Replica._serve
+
+    def slowly(self: Lineage, entry: LogEntry) -> None:
+        extend(self, entry)
+        time.sleep(0.3)
+
+    async def later(self: Replica) -> None:
+        await asyncio.sleep(0.5)  # the first look comes while the LOG is half read
+        await serve(self)
+
+    monkeypatch.setattr(Lineage, "extend", slowly)
+    monkeypatch.setattr(Replica, "_serve", later)
+    running = await start()
+    seen: list[int | None] = []
+    running.worker.replica.on_version = lambda: seen.append(running.worker.replica.version)
+    await world.served(newest)
+    assert seen == [newest]
 
 
 async def test_an_open_evaluation_is_served_to_its_end_before_the_replica_moves_on(world: World, start: Start) -> None:
