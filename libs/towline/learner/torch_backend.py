@@ -19,26 +19,19 @@ from torch import Tensor
 
 from towline.config import Settings
 from towline.delta.state import ModelState
-from towline.errors import InvariantError, UsageError
+from towline.errors import InvariantError
 from towline.learner import torch_checkpoint
 from towline.learner.base import StepReport, TrainBatch
-from towline.learner.corrections.base import Correction
-from towline.learner.corrections.none import NoCorrection
 from towline.learner.diagnostics import Mismatch, RankSums, decode_sums, encode_sums
-from towline.learner.losses.base import Loss, LossInputs, log_ratio
-from towline.learner.losses.decoupled_ppo import DecoupledPPO
+from towline.learner.losses.base import LossInputs
+from towline.learner.objective import Objective, weights_of
 from towline.learner.penalties.entropy import entropy
-from towline.learner.penalties.kl import kl_k3
-from towline.learner.registry import CORRECTIONS, LOSSES, build
 from towline.learner.schedule import Schedule
 from towline.learner.sharing import Place, Share
 from towline.learner.torch_batch import Indices, MicroBatch, idle_micro_batch, micro_batches
 from towline.learner.torch_model import PUBLISH_DTYPES, CausalModel, pick, published, to_raw
 from towline.learner.torch_parallel import make_layout, owners, recompute_layers, rounded
 from towline.learner.world import World, device_of
-
-NO_SIGNAL = 1e-6
-"""An advantage that is smaller says nothing: a group of equal rewards."""
 
 NON_FINITE_LOSS, NON_FINITE_GRADIENT = "non_finite_loss", "non_finite_gradient"
 NON_FINITE = (NON_FINITE_LOSS, NON_FINITE_GRADIENT)
@@ -105,16 +98,7 @@ class TorchLearner:
     def __init__(self, folder: Path, settings: Settings, seed: int, world: World | None = None) -> None:
         trainer = settings.trainer
         torch.set_num_threads(trainer.threads)
-        arguments = dict(trainer.loss_arguments)
-        self._kl = float(arguments.pop("kl", 0.0))
-        self._entropy = float(arguments.pop("entropy", 0.0))
-        self._loss: Loss = build("trainer.loss", LOSSES, trainer.loss, arguments)
-        self._correction: Correction = build("trainer.correction", CORRECTIONS, trainer.correction, trainer.correction_arguments)
-        if isinstance(self._loss, DecoupledPPO) and not isinstance(self._correction, NoCorrection):
-            raise UsageError(
-                "trainer.loss = 'decoupled_ppo' weighs by itself; set trainer.correction = 'none'", code="correction"
-            )
-        self._needs_proximal = self._loss.needs_proximal or self._correction.needs_proximal
+        self._objective = Objective.of(trainer)
         self._settings = trainer
         self._publish_dtype = PUBLISH_DTYPES[settings.model.publish_dtype]
         self._schedule = Schedule(
@@ -129,7 +113,7 @@ class TorchLearner:
         self._layout.hold(self._model, trained=True)
         self._parameters = self._model.parameters()
         self._reference = None
-        if self._kl:
+        if self._objective.kl:
             self._reference = CausalModel(folder, device, getattr(torch, trainer.dtype))
             self._layout.hold(self._reference, trained=False)
         if trainer.packing:
@@ -178,9 +162,7 @@ class TorchLearner:
         if batch.share is None and self._world.size > 1:
             raise InvariantError("several ranks were each given a whole batch; they need their shares", code="share")
         share = batch.share or Share(mine=np.arange(batch.rows), advantages=batch.advantages, policy_tokens=batch.policy_tokens)
-        kept = np.arange(share.advantages.size)
-        if not (self._kl or self._entropy):
-            kept = np.flatnonzero(np.abs(share.advantages) > NO_SIGNAL)
+        kept = self._objective.kept(share.advantages)
         sums = _Sums()
         rate = self._schedule.at(batch.for_depth + 1)
         if kept.size:
@@ -248,7 +230,7 @@ class TorchLearner:
         steps = []
         for rows in minibatches:
             lengths = torch.from_numpy(share.policy_tokens[rows].astype(np.float32))
-            weights = self._loss.row_weights(lengths, rows.size * share.advantages.size / kept)
+            weights = self._objective.loss.row_weights(lengths, rows.size * share.advantages.size / kept)
             of_row = dict(zip(rows.tolist(), weights.tolist(), strict=True))
             local = share.local(rows)
             micros = micro_batches(
@@ -263,7 +245,7 @@ class TorchLearner:
 
     def _proximal(self, steps: list[_Step]) -> dict[int, Tensor]:
         """Row -> f32[policy tokens] under the weights before the first step. The first minibatch's come with its own pass."""
-        if not self._needs_proximal:
+        if not self._objective.needs_proximal:
             return {}
         found: dict[int, Tensor] = {}
         with torch.no_grad():
@@ -304,30 +286,24 @@ class TorchLearner:
         log_softmax = self._model.log_softmax(micro.chosen)
         logprobs = pick(log_softmax, micro.chosen.targets)
         before = logprobs.detach() if first else None
-        if self._needs_proximal and not first:
+        if self._objective.needs_proximal and not first:
             pieces = [proximal[int(row)] for row in micro.indices]
             before = torch.cat(pieces) if pieces else micro.behaviour
         if before is not None:
             sums.mismatch.add((before - micro.behaviour).double().cpu().numpy(), micro.staleness)
-        old = before if self._needs_proximal and before is not None else micro.behaviour
-        terms = self._loss(
-            LossInputs(
-                logprobs=logprobs, old=old, behaviour=micro.behaviour, advantages=micro.advantages, rows=micro.rows,
-                lengths=micro.lengths,
-            )
-        )  # fmt: skip
-        row_weights = torch.tensor([step.weights[int(row)] for row in micro.indices], device=logprobs.device)
-        values = terms.values
-        if self._correction.needs_proximal:
-            values = values * self._correction(log_ratio(old, micro.behaviour), micro.rows, micro.lengths)
-        loss = (values * row_weights[micro.rows]).sum()
+        old = before if self._objective.needs_proximal and before is not None else micro.behaviour
+        reference: Tensor | None = None
         if self._reference is not None:
             with torch.no_grad():
                 reference = pick(self._reference.log_softmax(micro.chosen), micro.chosen.targets)
-            loss = loss + self._kl * kl_k3(logprobs, reference).sum() / step.tokens
-        if self._entropy:
-            entropies = entropy(log_softmax)
-            loss = loss - self._entropy * entropies.sum() / step.tokens
+        entropies = entropy(log_softmax) if self._objective.entropy else None
+        inputs = LossInputs(
+            logprobs=logprobs, old=old, behaviour=micro.behaviour, advantages=micro.advantages, rows=micro.rows,
+            lengths=micro.lengths,
+        )  # fmt: skip
+        row_weights = weights_of(micro.indices, step.weights, logprobs.device)
+        loss, terms = self._objective(inputs, row_weights, tokens=step.tokens, reference=reference, entropies=entropies)
+        if entropies is not None:
             sums.entropy += float(entropies.detach().sum())
         sums.tokens += micro.rows.numel()
         sums.clipped_low += float(terms.clipped_low.sum())

@@ -22,13 +22,9 @@ from torch import Tensor
 
 from towline.config import Settings
 from towline.delta.state import ModelState
-from towline.errors import UsageError
 from towline.learner.base import StepReport, TrainBatch
-from towline.learner.corrections.base import Correction
-from towline.learner.corrections.none import NoCorrection
 from towline.learner.diagnostics import Mismatch, RankSums
-from towline.learner.losses.base import Loss, LossInputs, log_ratio
-from towline.learner.losses.decoupled_ppo import DecoupledPPO
+from towline.learner.losses.base import LossInputs
 from towline.learner.megatron import checkpoint
 from towline.learner.megatron.architecture import check_parallel, read_architecture, transformer_config
 from towline.learner.megatron.batches import Indices, MicroBatch, filled_positions, micro_batches, sequence
@@ -37,16 +33,12 @@ from towline.learner.megatron.model import RankModel, start_parallel
 from towline.learner.megatron.optimiser import Optimiser
 from towline.learner.megatron.placement import on_device
 from towline.learner.megatron.vocabulary import entropies_of, logprobs_of
-from towline.learner.penalties.kl import kl_k3
-from towline.learner.registry import CORRECTIONS, LOSSES, build
+from towline.learner.objective import Objective, weights_of
 from towline.learner.schedule import Schedule
 from towline.learner.sharing import Place
 from towline.learner.torch_model import PUBLISH_DTYPES, to_raw
 from towline.learner.torch_parallel import rounded
 from towline.learner.world import World, device_of
-
-NO_SIGNAL = 1e-6
-"""As in the torch backend: an advantage that is smaller says nothing."""
 
 
 @dataclass(slots=True)
@@ -104,16 +96,7 @@ class MegatronLearner:
         trainer = settings.trainer
         self._world = world or World()
         torch.set_num_threads(trainer.threads)
-        arguments = dict(trainer.loss_arguments)
-        self._kl = float(arguments.pop("kl", 0.0))
-        self._entropy = float(arguments.pop("entropy", 0.0))
-        self._loss: Loss = build("trainer.loss", LOSSES, trainer.loss, arguments)
-        self._correction: Correction = build("trainer.correction", CORRECTIONS, trainer.correction, trainer.correction_arguments)
-        if isinstance(self._loss, DecoupledPPO) and not isinstance(self._correction, NoCorrection):
-            raise UsageError(
-                "trainer.loss = 'decoupled_ppo' weighs by itself; set trainer.correction = 'none'", code="correction"
-            )
-        self._needs_proximal = self._loss.needs_proximal or self._correction.needs_proximal
+        self._objective = Objective.of(trainer)
         self._settings = trainer
         self._publish_dtype = PUBLISH_DTYPES[settings.model.publish_dtype]
         self._schedule = Schedule(
@@ -126,7 +109,7 @@ class MegatronLearner:
         self._model = RankModel(architecture, transformer_config(architecture, trainer), self._device)
         self._model.load(folder)
         self._reference: RankModel | None = None
-        if self._kl:
+        if self._objective.kl:
             self._reference = RankModel(architecture, transformer_config(architecture, trainer), self._device)
             self._reference.load(folder)
         self._optimiser = Optimiser(self._model, trainer)
@@ -172,9 +155,7 @@ class MegatronLearner:
     @on_device
     def train(self, batch: TrainBatch) -> StepReport:
         advantages = batch.advantages if batch.share is None else batch.share.advantages
-        kept = np.arange(advantages.size)
-        if not (self._kl or self._entropy):
-            kept = np.flatnonzero(np.abs(advantages) > NO_SIGNAL)
+        kept = self._objective.kept(advantages)
         steps = _Steps()
         rate = self._schedule.at(batch.for_depth + 1)
         if kept.size:
@@ -225,7 +206,7 @@ class MegatronLearner:
 
     def _proximal(self, batch: TrainBatch, minibatches: list[Indices]) -> list[list[Tensor]]:
         """Of each minibatch but the first, whose come with its own pass: logprobs under the weights before the first step."""
-        if not self._needs_proximal:
+        if not self._objective.needs_proximal:
             return [[] for _ in minibatches]
         return [
             [] if number == 0 else self._logprobs_of(self._model, self._micro_batches(batch, rows))
@@ -237,7 +218,7 @@ class MegatronLearner:
     ) -> None:
         counts = (batch.policy_tokens if batch.share is None else batch.share.policy_tokens)[rows]
         lengths = torch.from_numpy(counts.astype(np.float32))
-        weights = dict(zip(rows.tolist(), self._loss.row_weights(lengths, share).tolist(), strict=True))
+        weights = dict(zip(rows.tolist(), self._objective.loss.row_weights(lengths, share).tolist(), strict=True))
         if batch.share is not None:
             weights = {here: weights[int(there)] for here, there in enumerate(batch.share.mine) if int(there) in weights}
         micros = self._micro_batches(batch, rows)
@@ -286,23 +267,15 @@ class MegatronLearner:
         before = logprobs.detach() if proximal is None else proximal
         if first or proximal is not None:
             sums.mismatch.add((before - micro.behaviour).double().cpu().numpy(), micro.staleness)
-        old = before if self._needs_proximal else micro.behaviour
-        terms = self._loss(
-            LossInputs(
-                logprobs=logprobs, old=old, behaviour=micro.behaviour, advantages=micro.advantages, rows=micro.rows,
-                lengths=micro.lengths,
-            )
+        old = before if self._objective.needs_proximal else micro.behaviour
+        entropies = entropies_of(logits, log_sum, self.vocabulary) if self._objective.entropy else None
+        inputs = LossInputs(
+            logprobs=logprobs, old=old, behaviour=micro.behaviour, advantages=micro.advantages, rows=micro.rows,
+            lengths=micro.lengths,
         )  # fmt: skip
-        values = terms.values
-        if self._correction.needs_proximal:
-            values = values * self._correction(log_ratio(old, micro.behaviour), micro.rows, micro.lengths)
-        row_weights = torch.tensor([weights[int(row)] for row in micro.indices], device=logprobs.device)
-        loss = (values * row_weights[micro.rows]).sum()
-        if reference is not None:
-            loss = loss + self._kl * kl_k3(logprobs, reference).sum() / tokens
-        if self._entropy:
-            entropies = entropies_of(logits, log_sum, self.vocabulary)
-            loss = loss - self._entropy * entropies.sum() / tokens
+        row_weights = weights_of(micro.indices, weights, logprobs.device)
+        loss, terms = self._objective(inputs, row_weights, tokens=tokens, reference=reference, entropies=entropies)
+        if entropies is not None:
             sums.entropy += float(entropies.detach().sum())
         sums.loss += float(loss.detach())
         sums.tokens += micro.rows.numel()
