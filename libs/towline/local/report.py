@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from towline.local.progress import number, size
@@ -18,9 +17,7 @@ def print_outcome(console: Console, finished: Finished, directory: RunDirectory)
     summary, audit = finished.summary, finished.audit
     samples, staleness, delta, phases = summary.samples, summary.staleness, summary.delta, summary.phase_seconds
     dropped = ", ".join(f"{count} {reason}" for reason, count in samples["dropped"].items()) or "none"
-    rows = Table.grid(padding=(0, 2))
-    rows.add_column(style="dim", no_wrap=True)
-    rows.add_column()
+    rows = []
     for name, value in (
         ("reward, held-out", f"{number(summary.reward_first)} -> {number(summary.reward_last)}"),
         ("steps", f"{summary.steps} in {summary.wall_seconds:.0f} s, {summary.versions_committed} policy versions"),
@@ -46,9 +43,10 @@ def print_outcome(console: Console, finished: Finished, directory: RunDirectory)
         ("summary", str(directory.summary_path)),
         ("report", str(directory.report_path) if directory.report_path.is_file() else "none"),
     ):
-        rows.add_row(name, Text(value))
+        rows.append((name, value))
     console.print(Text(f"run {summary.run} is finished", style="bold"))
-    console.print(rows, soft_wrap=not console.is_terminal)
+    for name, value in rows:  # lines, not a table, which wraps at 80 columns where the output isn't a terminal
+        console.print(Text.assemble((f"{name:18}", "dim"), value), soft_wrap=True)
     for violation in audit.violations[:MOST_VIOLATIONS]:
         console.print(Text(f"VIOLATED {violation}", style="red"))
 
