@@ -93,7 +93,7 @@ def _follow(every: float, one_pass: Callable[[], tuple[Plan, dict[str, Any], boo
 
 
 def _line(summary: Mapping[str, Any]) -> str:
-    from towline.local.progress import size
+    from towline.report.progress import size
 
     clock = time.strftime("%H:%M:%S")
     if "failed" in summary:
@@ -220,7 +220,7 @@ def _tell(plan: Plan, summary: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps({**summary, "verdicts": rows}))
         return
-    from towline.local.progress import size
+    from towline.report.progress import size
 
     for row in rows:
         print(f"{row['action']:8} {row['kind']:10} {size(row['bytes']):>9}  {row['folder']}  ({row['reason']})")

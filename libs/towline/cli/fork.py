@@ -50,8 +50,9 @@ def fork(
     """
     from towline.cli.runs import _overrides
     from towline.local.access import open_objects
-    from towline.local.run_directory import RunDirectory, find_run, write_private
+    from towline.local.run_directory import RunDirectory, find_run
     from towline.local.toml import sections_toml
+    from towline.runtime.files import write_private
     from towline.store.log import Log
 
     directory, before = find_run(target)

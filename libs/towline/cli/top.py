@@ -18,9 +18,9 @@ def top(
     from rich.console import Console
 
     from towline.bus.client import Bus
-    from towline.local.figures import FigureBook
     from towline.local.run_directory import find_run
     from towline.local.top import LOOK_SECONDS, Screen, watch
+    from towline.report.figures import FigureBook
 
     directory, settings = find_run(target)
     name = settings.run.name

@@ -35,7 +35,7 @@ app.command("gc")(collecting.gc)
 @app.command("list")
 def list_versions(target: Target, as_json: Json = False) -> None:
     """Every version, the newest last."""
-    from towline.local.progress import size
+    from towline.report.progress import size
     from towline.store.claims import pins
 
     with _opened(target) as (objects, log):

@@ -12,8 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from towline.local.figures import FigureBook
-from towline.local.progress import Progress, number, progress_line, size
+from towline.report.figures import FigureBook
+from towline.report.progress import Progress, number, progress_line, size
 
 LINE_SECONDS = 5.0
 HISTORY = 48

@@ -21,9 +21,10 @@ from typing import Any
 
 from towline.config import ModelSettings, Settings, import_object, load_settings
 from towline.errors import TowlineError, UsageError
-from towline.local.run_directory import RunDirectory, write_private
+from towline.local.run_directory import RunDirectory
 from towline.local.services import service_environment
 from towline.local.toml import settings_toml
+from towline.runtime.files import write_private
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from towline.local.progress import number, size
 from towline.local.run_directory import RunDirectory
 from towline.local.up import Finished
+from towline.report.progress import number, size
 
 MOST_VIOLATIONS = 10
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from towline.config import Settings, load_settings
 from towline.errors import ConflictError, UsageError
 from towline.local.servers import NatsServer, S3Server
 from towline.local.toml import settings_toml
+from towline.runtime.files import write_private
 
 START_TIME_SLACK_SECONDS = 1.0
 
@@ -161,15 +161,6 @@ class Processes:
         except (FileNotFoundError, json.JSONDecodeError):
             return {}
         return known
-
-
-def write_private(path: Path, text: str) -> None:
-    """Replace the file whole; nobody but its owner can read it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    temporary.replace(path)
 
 
 def directory_of(settings: Settings) -> RunDirectory:

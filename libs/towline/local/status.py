@@ -14,10 +14,10 @@ from towline.bus.topology import ACKS, REPLICAS, STATUS
 from towline.config import Settings
 from towline.errors import UnavailableError
 from towline.local.cleanup import UP
-from towline.local.figures import FigureBook, Status, decode_statuses
-from towline.local.progress import Progress, progress_line, progress_of
 from towline.local.run_directory import Processes, RunDirectory
 from towline.replica.fleet import Fleet, decode_fleet
+from towline.report.figures import FigureBook, Status, decode_statuses
+from towline.report.progress import Progress, progress_line, progress_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from towline.bus.client import Bus
 from towline.bus.topology import CONTROL
 from towline.contract.control import BatchRecord, EvalRecord, Record, decode_control
 from towline.contract.entries import VersionEntry
-from towline.local.figures import FigureBook
+from towline.report.figures import FigureBook
 from towline.store.lineage import Lineage
 from towline.store.log import Log
 

@@ -18,10 +18,10 @@ from towline.bus.client import Bus, StreamState
 from towline.bus.topology import ACKS, CONTROL, DEAD, OUTCOME, REPLICAS, STATUS, TRAJECTORY
 from towline.contract.policy import Ack, ReplicaInfo, decode_replica
 from towline.errors import MalformedError, TowlineError, UnavailableError
-from towline.local.figures import FigureBook, Status, decode_statuses
 from towline.local.live import curve
-from towline.local.progress import progress_of, size
 from towline.replica.fleet import fleet_of
+from towline.report.figures import FigureBook, Status, decode_statuses
+from towline.report.progress import progress_of, size
 
 EVERY_SECONDS = 1.0
 LOOK_SECONDS = 5.0

@@ -29,16 +29,17 @@ from towline.local.changes import changed
 from towline.local.cleanup import CLEAN, UP, end_leftovers, start_guard
 from towline.local.daemon import Daemon
 from towline.local.effective import effective, with_made_model
-from towline.local.figures import FigureBook, decode_statuses
 from towline.local.live import View
 from towline.local.preflight import preflight
-from towline.local.progress import Progress, progress_of
-from towline.local.run_directory import Processes, RunDirectory, write_private
+from towline.local.run_directory import Processes, RunDirectory
 from towline.local.services import service_specs
 from towline.local.summary import Summary, read_control, summarise
 from towline.local.supervisor import Supervisor
+from towline.report.figures import FigureBook, decode_statuses
 from towline.report.history import read_history
 from towline.report.page import render, write
+from towline.report.progress import Progress, progress_of
+from towline.runtime.files import write_private
 from towline.runtime.run_end import run_has_ended
 from towline.store.blobs import Blobs
 from towline.store.log import Log

@@ -18,8 +18,8 @@ from towline.contract.codec import encode
 from towline.contract.control import EndRecord
 from towline.contract.outcome import decode_outcome
 from towline.contract.trajectory import encode_trajectory
-from towline.local.figures import decode_statuses
 from towline.local.toml import settings_toml
+from towline.report.figures import decode_statuses
 
 REWARDS = """
 import time

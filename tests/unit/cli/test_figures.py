@@ -7,9 +7,9 @@ import json
 import pytest
 from rich.console import Console
 
-from towline.local.figures import FigureBook, Status, decode_statuses
 from towline.local.live import View
-from towline.local.progress import progress_line, progress_of, size
+from towline.report.figures import FigureBook, Status, decode_statuses
+from towline.report.progress import progress_line, progress_of, size
 
 
 def status(service, pid, *, replica="0", at=1.0, **figures):

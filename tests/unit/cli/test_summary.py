@@ -8,8 +8,8 @@ import pytest
 from towline.audit.report import AuditReport, Counts
 from towline.contract.control import BatchRecord, BatchRow, EvalRecord, EvalRow
 from towline.contract.entries import BaseEntry, OpenEntry, VersionEntry
-from towline.local.figures import FigureBook, Status
 from towline.local.summary import ControlFold, summarise
+from towline.report.figures import FigureBook, Status
 from towline.store.lineage import Lineage
 
 KEYS = {

@@ -6,8 +6,8 @@ from rich.console import Console
 
 from towline.bus.client import StreamState
 from towline.contract.policy import Ack, ReplicaInfo
-from towline.local.figures import FigureBook, Status
 from towline.local.top import MOST_REPLICAS, Look, Screen
+from towline.report.figures import FigureBook, Status
 
 
 def replica(name: str, version: int | None, state: str = "serving", detail: str = "") -> ReplicaInfo:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from towline.local.run_directory import write_private
+from towline.runtime.files import write_private
 
 RATE_SECONDS = 10.0
 """A rate is that of the last so many seconds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from towline.local.figures import FigureBook
+from towline.report.figures import FigureBook
 
 
 @dataclass(frozen=True, slots=True)
