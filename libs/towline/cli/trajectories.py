@@ -101,7 +101,7 @@ def export_bundle(
         print(json.dumps({"bundle": str(done.folder), "sha256": done.digest, "files": len(manifest.files), "bytes": nbytes,
                           "streams": streams, "checkpoints": manifest.checkpoints, "left_out": manifest.left_out}))  # fmt: skip
         return
-    from towline.local.progress import size
+    from towline.report.progress import size
 
     print(f"{done.folder}: {len(manifest.files)} files, {size(nbytes)}, sha256 {done.digest}")
     print("  " + ", ".join(f"{stream.messages} {key}" for key, stream in manifest.streams.items()) + f", {manifest.head + 1} LOG")
