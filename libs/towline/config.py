@@ -6,25 +6,20 @@ Import paths (`module:name`) are looked up with the TOML file's folder on `sys.p
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, SecretStr, field_validator, model_validator
 
 from towline.bus.topology import ACK_WAIT_SECONDS, MAX_ATOMIC_MESSAGES, REWARD_ACK_WAIT_SECONDS, RUN_NAME
-from towline.errors import UsageError
+from towline.config_loading import STRICT, Count, ImportPath, Positive, import_object, read_settings
+from towline.config_servers import BusSettings, StoreSettings
 
-ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
-Positive = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
+__all__ = ["BusSettings", "StoreSettings", "import_object"]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = STRICT
 
 
 class RunSettings(_Section):
@@ -42,33 +37,6 @@ class RunSettings(_Section):
         if not RUN_NAME.fullmatch(value):
             raise ValueError("use 1 to 32 of a-z, 0-9 and '-'")
         return value
-
-
-class BusSettings(_Section):
-    url: str = ""
-    """nats://host:port[,…]; empty: `towline up` starts a server of its own."""
-    user: str = ""
-    password: SecretStr = SecretStr("")
-    token: SecretStr = SecretStr("")
-    credentials_file: str = ""
-    budget_bytes: Annotated[int, Field(ge=64 << 20)] = 4 << 30
-    """Storage that the run's streams reserve on the server, in all."""
-    replicas: Annotated[int, Field(ge=1, le=5)] = 1
-    """Copies of each stream in a NATS cluster."""
-    connect_timeout_seconds: Positive = 10.0
-    max_in_flight_bytes: Count = 64 << 20
-
-
-class StoreSettings(_Section):
-    url: str = ""
-    """s3://bucket/prefix or file:///path; empty: `towline up` starts an S3 server of its own."""
-    endpoint: str = ""
-    """http(s)://host:port of the S3 server; empty: AWS_ENDPOINT_URL, then Amazon's."""
-    region: str = "us-east-1"
-    access_key: str = ""
-    secret_key: SecretStr = SecretStr("")
-    """Empty: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."""
-    timeout_seconds: Positive = 30.0
 
 
 class ModelSettings(_Section):
@@ -416,65 +384,4 @@ def load_settings(path: Path, overrides: dict[str, Any] | None = None) -> Settin
 
     Puts the file's folder on `sys.path`. Raises `UsageError` with one line a fault.
     """
-    try:
-        tree = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file; give a run's TOML file", code="config_missing") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise UsageError(f"{path}: {error}", code="config_syntax") from None
-    for name, value in os.environ.items():
-        if name.startswith("TOWLINE_") and "__" in name:
-            section, _, key = name.removeprefix("TOWLINE_").lower().partition("__")
-            _set(tree, section, key, _literal(value))
-    for dotted, value in (overrides or {}).items():
-        section, _, key = dotted.partition(".")
-        _set(tree, section, key, value)
-    try:
-        settings = Settings.model_validate(tree)
-    except ValidationError as error:
-        faults = "; ".join(_fault(item) for item in error.errors(include_url=False, include_input=False))
-        raise UsageError(f"{path}: {faults}", code="config") from None
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    return settings
-
-
-def import_object(path: str, setting: str) -> Any:
-    """What `module:name` names; `UsageError` says which setting is wrong and why."""
-    module, _, name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"{setting} = {path!r}: no module {error.name!r}; install it, or put it beside the run's TOML file",
-            code="import",
-        ) from error
-    except AttributeError:
-        raise UsageError(f"{setting} = {path!r}: module {module!r} has no {name!r}", code="import") from None
-
-
-def _set(tree: dict[str, Any], section: str, key: str, value: Any) -> None:
-    table = tree.setdefault(section, {})
-    if not isinstance(table, dict):
-        raise UsageError(f"[{section}] must be a table", code="config")
-    table[key] = value
-
-
-def _literal(text: str) -> Any:
-    """An environment variable's value, read as TOML where it is that, else as a string."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _fault(item: Any) -> str:
-    where = ".".join(str(part) for part in item["loc"]) or "the file"
-    if item["type"] == "extra_forbidden":
-        return f"{where}: unknown key; remove it or correct its spelling"
-    if item["type"] == "missing":
-        return f"{where}: missing; it has no default"
-    if item["type"] == "string_pattern_mismatch":  # ImportPath is the only pattern
-        return f"{where}: write an import path as module:name, like my_task:reward"
-    return f"{where}: {item['msg'].removeprefix('Value error, ')}"
+    return read_settings(Settings, path, overrides)

@@ -1,0 +1,94 @@
+"""How a settings file becomes typed settings: TOML, then the environment, then the caller; and import paths looked up.
+
+Nothing here knows a setting of a run: `towline.config` does. A fault is one line that names the key and the way out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from towline.errors import UsageError
+
+ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+STRICT = ConfigDict(extra="forbid", frozen=True)
+"""Of every table of the file: nothing but what it names, and it never changes."""
+
+T = TypeVar("T", bound=BaseModel)
+
+
+def read_settings(kind: type[T], path: Path, overrides: dict[str, Any] | None = None) -> T:
+    """The file, then `TOWLINE_SECTION__KEY` from the environment, then `overrides` ({"section.key": value}).
+
+    Puts the file's folder on `sys.path`. Raises `UsageError` with one line a fault.
+    """
+    try:
+        tree = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file; give a run's TOML file", code="config_missing") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise UsageError(f"{path}: {error}", code="config_syntax") from None
+    for name, value in os.environ.items():
+        if name.startswith("TOWLINE_") and "__" in name:
+            section, _, key = name.removeprefix("TOWLINE_").lower().partition("__")
+            _set(tree, section, key, _literal(value))
+    for dotted, value in (overrides or {}).items():
+        section, _, key = dotted.partition(".")
+        _set(tree, section, key, value)
+    try:
+        settings = kind.model_validate(tree)
+    except ValidationError as error:
+        faults = "; ".join(_fault(item) for item in error.errors(include_url=False, include_input=False))
+        raise UsageError(f"{path}: {faults}", code="config") from None
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return settings
+
+
+def import_object(path: str, setting: str) -> Any:
+    """What `module:name` names; `UsageError` says which setting is wrong and why."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"{setting} = {path!r}: no module {error.name!r}; install it, or put it beside the run's TOML file",
+            code="import",
+        ) from error
+    except AttributeError:
+        raise UsageError(f"{setting} = {path!r}: module {module!r} has no {name!r}", code="import") from None
+
+
+def _set(tree: dict[str, Any], section: str, key: str, value: Any) -> None:
+    table = tree.setdefault(section, {})
+    if not isinstance(table, dict):
+        raise UsageError(f"[{section}] must be a table", code="config")
+    table[key] = value
+
+
+def _literal(text: str) -> Any:
+    """An environment variable's value, read as TOML where it is that, else as a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _fault(item: Any) -> str:
+    where = ".".join(str(part) for part in item["loc"]) or "the file"
+    if item["type"] == "extra_forbidden":
+        return f"{where}: unknown key; remove it or correct its spelling"
+    if item["type"] == "missing":
+        return f"{where}: missing; it has no default"
+    if item["type"] == "string_pattern_mismatch":  # ImportPath is the only pattern
+        return f"{where}: write an import path as module:name, like my_task:reward"
+    return f"{where}: {item['msg'].removeprefix('Value error, ')}"
