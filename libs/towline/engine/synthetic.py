@@ -8,10 +8,11 @@ takes `pause_seconds` and cuts running sequences as a real one would.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from towline.engine.sampling import seed_word, uniforms
 from towline.errors import EngineError
 
 _TICK_SECONDS = 0.002
+"""What falls due within so long is done together."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +54,8 @@ class _Running:
 class SyntheticEngine:
     """See `towline.engine.base.Engine`.
 
-    Turns' lengths are log-normal around `mean_tokens` with `sigma` (of the log), capped by the request's limit. A share
+    Turns' lengths are log-normal around `mean_tokens` with `sigma` (of the log), or drawn from `lengths` (those of a recorded
+    run) where some are given; capped by the request's limit. A share
     `failure_rate` of the turns fails part-way with `EngineError`, and again whoever repeats it; a share
     `transient_failure_rate` of the calls does so once. Each running sequence gets `tokens_per_second`, at most
     `total_tokens_per_second` in all; 0 means no limit. At most `room` run at a time (0: as many as there are slots), as where a
@@ -70,6 +73,7 @@ class SyntheticEngine:
         vocabulary: int = 32_000,
         mean_tokens: float = 256.0,
         sigma: float = 0.5,
+        lengths: Sequence[int] = (),
         tokens_per_second: float = 0.0,
         total_tokens_per_second: float = 0.0,
         failure_rate: float = 0.0,
@@ -82,7 +86,7 @@ class SyntheticEngine:
         factor = (slow or {}).get(replica, 1.0)
         self.slots, self.max_context = slots, max_context_tokens
         self._room = room or slots
-        self._vocabulary, self._mean, self._sigma = vocabulary, mean_tokens, sigma
+        self._vocabulary, self._mean, self._sigma, self._lengths = vocabulary, mean_tokens, sigma, tuple(lengths)
         self._speed = (tokens_per_second or math.inf) / factor
         self._total_speed = (total_tokens_per_second or math.inf) / factor
         self._failure_rate, self._pause_seconds = failure_rate, pause_seconds * factor
@@ -95,6 +99,7 @@ class SyntheticEngine:
         self._draining = False
         self._idle = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
+        self._looked_at = 0.0
 
     @property
     def version(self) -> int | None:
@@ -133,6 +138,7 @@ class SyntheticEngine:
     def abort(self, request_id: str) -> None:
         running = self._running.get(request_id) or self._waiting.get(request_id)
         if running is not None:
+            self._advance()
             self._finish(running, "abort")
 
     async def activate(self, state: ModelState, version: int, mode: ActivationMode, changed: set[str] | None) -> Activation:
@@ -143,6 +149,7 @@ class SyntheticEngine:
                 self._idle.clear()
                 await self._idle.wait()
         began = time.perf_counter()
+        self._advance()
         self._paused = True
         await asyncio.sleep(self._pause_seconds)
         self._version = version
@@ -152,6 +159,7 @@ class SyntheticEngine:
                 running.cuts.pop()
             cut: Cut = "start" if not running.cuts else "retract" if mode == "retract" else "in_place"
             running.cuts.append(VersionSpan(at, at, version, cut))
+        self._advance()
         self._paused = self._draining = False
         self._wake.set()
         return Activation(pause_seconds=time.perf_counter() - began, engine_digest=None)
@@ -168,7 +176,8 @@ class SyntheticEngine:
         number, begins = 0, 0
         while True:
             chance = random.Random(f"{seed}/{number}")
-            length = max(1, round(chance.lognormvariate(math.log(self._mean) - self._sigma**2 / 2, self._sigma)))
+            drawn = chance.lognormvariate(math.log(self._mean) - self._sigma**2 / 2, self._sigma)
+            length = max(1, chance.choice(self._lengths) if self._lengths else round(drawn))
             fails_at = chance.randrange(length) if chance.random() < self._failure_rate else None
             if begins + length > position0:
                 done = position0 - begins
@@ -176,15 +185,14 @@ class SyntheticEngine:
             number, begins = number + 1, begins + length
 
     async def _tick(self) -> None:
-        last = time.perf_counter()
         while True:
+            self._advance()
             self._admit()
             if self._running and not self._paused:
-                now = time.perf_counter()
-                share = min(self._speed, self._total_speed / len(self._running)) * (now - last)
-                last = now
+                at_once = math.isinf(self._rate())
                 for running in list(self._running.values()):
-                    running.done = min(running.done + share, running.length)
+                    if at_once:
+                        running.done = running.length
                     if running.fails_at is not None and running.done >= running.fails_at:
                         self._finish(running, None)
                     elif running.done >= running.length:
@@ -192,11 +200,38 @@ class SyntheticEngine:
                     elif running.done >= running.tell_at and running.request.on_progress is not None:
                         running.tell_at = int(running.done) + running.request.progress_every
                         running.request.on_progress(self._progress(running, None))
-                await asyncio.sleep(0 if math.isinf(share) else _TICK_SECONDS)
-            else:
-                self._wake.clear()
+            await self._rest()
+
+    def _rate(self) -> float:
+        """Tokens a second of each running sequence."""
+        return min(self._speed, self._total_speed / max(len(self._running), 1))
+
+    def _advance(self) -> None:
+        """Everybody's tokens up to now. To be called before anything changes that the rate depends on."""
+        now = time.perf_counter()
+        if not self._paused and not math.isinf(rate := self._rate()):
+            share = rate * (now - self._looked_at)
+            for running in self._running.values():
+                running.done = min(running.done + share, running.length)
+        self._looked_at = now
+
+    async def _rest(self) -> None:
+        """Until the next sequence has something to say: a thousand engines in a process must cost nothing while they generate."""
+        self._wake.clear()
+        if self._paused or not self._running:
+            if not self._waiting or self._paused or self._draining:
                 await self._wake.wait()
-                last = time.perf_counter()
+            return
+        if math.isinf(rate := self._rate()):
+            await asyncio.sleep(0)
+            return
+        left = min(
+            min(running.length, running.tell_at, math.inf if running.fails_at is None else running.fails_at) - running.done
+            for running in self._running.values()
+        )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(left / rate, _TICK_SECONDS)):
+                await self._wake.wait()
 
     def _admit(self) -> None:
         if self._draining or self._paused:
@@ -211,6 +246,7 @@ class SyntheticEngine:
         self._running.pop(running.request.request_id, None)
         self._waiting.pop(running.request.request_id, None)
         self._idle.set()
+        self._wake.set()
         if running.future.done():
             return
         if finish is None:
