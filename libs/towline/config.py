@@ -14,8 +14,9 @@ from pydantic import BaseModel, Field, SecretStr, field_validator, model_validat
 from towline.bus.topology import ACK_WAIT_SECONDS, MAX_ATOMIC_MESSAGES, REWARD_ACK_WAIT_SECONDS, RUN_NAME
 from towline.config_loading import STRICT, Count, ImportPath, Positive, import_object, read_settings
 from towline.config_servers import BusSettings, StoreSettings
+from towline.config_sessions import SessionSettings
 
-__all__ = ["BusSettings", "StoreSettings", "import_object"]
+__all__ = ["BusSettings", "SessionSettings", "StoreSettings", "import_object"]
 
 
 class _Section(BaseModel):
@@ -99,6 +100,8 @@ class BufferSettings(_Section):
     """Groups that others sampled, unasked (lane external): admitted as pacing has room, or always dropped as `unpaced`."""
     external_groups: Annotated[int, Field(ge=0)] = 0
     """Of groups_per_batch: the share of external groups, prompts having the rest. 0: external ones come first, as they come."""
+    session_groups: Annotated[int, Field(ge=0)] = 0
+    """Of groups_per_batch: the share whose samples the gateways' clients claim (lane session); 0: the workers have all."""
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """Groups admitted for each one that a batch takes; what is too many becomes stale, and is dropped as that."""
     filter_equal_rewards: bool = False
@@ -292,6 +295,10 @@ class TenantSettings(_Section):
     """0: no limit."""
     concurrent: Annotated[int, Field(ge=0)] = 0
     """Requests at a time; 0: no limit."""
+    sessions: Annotated[int, Field(ge=0)] = 0
+    """Open sessions at a time; 0: no limit."""
+    may_reward: bool = False
+    """Where gateway.sessions.client_rewards allows it, this tenant's `finish` may say the reward."""
 
     @field_validator("token")
     @classmethod
@@ -308,8 +315,10 @@ class GatewaySettings(_Section):
     """0: any free one; it's logged and stands in the status as `api_port`."""
     tenants: dict[Annotated[str, Field(pattern=r"^[a-z0-9-]{1,32}$")], TenantSettings] = {}
     """Who may send requests; none: anybody who reaches it, on loopback."""
+    grpc_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Where gRPC is served beside HTTP (the extra `gateway`); 0: any free one, `grpc_port` in the status. Left out: nowhere."""
     tls_certificate: str = ""
-    """PEM files, both or neither: the API is served over TLS."""
+    """PEM files, both or neither: the API is served over TLS, gRPC too."""
     tls_key: str = ""
     replicas: Annotated[int, Field(ge=0)] = 0
     """Gateway processes that `towline up` starts."""
@@ -336,6 +345,7 @@ class GatewaySettings(_Section):
     """Samples of one request: prompts times n."""
     max_tokens: Annotated[int, Field(ge=0)] = 0
     """The most that a request may ask for; 0: what the model's context has room for."""
+    sessions: SessionSettings = SessionSettings()
 
     @property
     def opens_doors(self) -> bool:
@@ -346,6 +356,23 @@ class GatewaySettings(_Section):
         if bool(self.tls_certificate) != bool(self.tls_key):
             raise ValueError("tls_certificate and tls_key go together: set both or neither")
         return self
+
+
+class TelemetrySettings(_Section):
+    endpoint: str = ""
+    """Base URL of an OTLP collector's HTTP port (http://host:4318): tracing is on. Empty: OTEL_EXPORTER_OTLP_ENDPOINT; neither:
+    off. Other OTEL_EXPORTER_OTLP_… variables count too (headers, certificates)."""
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of the samples that are traced, each whole or not at all. None: OTEL_TRACES_SAMPLER's, else one in a hundred."""
+    timeout_seconds: Positive = 5.0
+    """For the collector's answer; nothing but the exporting thread waits for it."""
+
+    @field_validator("endpoint")
+    @classmethod
+    def _url(cls, value: str) -> str:
+        if value and not value.startswith(("http://", "https://")):
+            raise ValueError("give the URL of the collector's HTTP port, like http://127.0.0.1:4318")
+        return value
 
 
 class Settings(_Section):
@@ -365,6 +392,7 @@ class Settings(_Section):
     publisher: PublisherSettings = PublisherSettings()
     gateway: GatewaySettings = GatewaySettings()
     service: ServiceSettings = ServiceSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
 
     @model_validator(mode="after")
     def _agree(self) -> Settings:
@@ -374,8 +402,10 @@ class Settings(_Section):
                 "buffer.over_stale = 'keep' trains on samples over the bound: set trainer.correction (tis, icepop, mask, "
                 "sequence_mask or module:name) or trainer.loss = 'decoupled_ppo', or buffer.over_stale to another"
             )
-        if self.buffer.external_groups > self.buffer.groups_per_batch:
-            raise ValueError("buffer.external_groups is more than buffer.groups_per_batch: it's a part of it")
+        if self.buffer.external_groups + self.buffer.session_groups > self.buffer.groups_per_batch:
+            raise ValueError(
+                "buffer.external_groups and buffer.session_groups are together more than buffer.groups_per_batch: they're parts of it"
+            )
         return self
 
 

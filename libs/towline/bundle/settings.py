@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from towline.config import Settings
 from towline.errors import CorruptError
 
-LEFT_OUT = ("bus", "store", "service", "gateway")
+LEFT_OUT = ("bus", "store", "service", "gateway", "telemetry")
 """Sections that name servers and hold their keys; a reader has their defaults."""
 REMOVED = "(removed)"
 _SECRET = re.compile(r"secret|password|passwd|credential|api_?key|access_?key|auth|(^|_)key$|(^|_)token$", re.IGNORECASE)

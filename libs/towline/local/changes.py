@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from towline.config import Settings
 
-_OF_THE_MACHINE = {"bus", "store", "service", "gateway"}
+_OF_THE_MACHINE = {"bus", "store", "service", "gateway", "telemetry"}
 """Sections that say where things run, not what the run is."""
 _MEANT_TO_CHANGE = {"run.steps", "run.directory", "rollout.replicas"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from towline.bus.client import Bus
 from towline.bus.topology import CONTROL
 from towline.contract.control import EndRecord, ForkRecord, decode_control
-from towline.contract.task import TRAIN
+from towline.contract.task import SESSION, TRAIN
 
 
 async def run_has_ended(bus: Bus, steps: int) -> bool:
@@ -13,9 +13,10 @@ async def run_has_ended(bus: Bus, steps: int) -> bool:
     message = await bus.last(CONTROL, bus.topology.control("end"))
     if message is None:
         return False
-    admitted = await bus.last(CONTROL, bus.topology.task(TRAIN))
-    if admitted is not None and admitted.sequence > message.sequence:
-        return False
+    for lane in (TRAIN, SESSION):
+        admitted = await bus.last(CONTROL, bus.topology.task(lane))
+        if admitted is not None and admitted.sequence > message.sequence:
+            return False
     record = decode_control(message.data)
     fork = await bus.last(CONTROL, bus.topology.control("fork"))
     if fork is not None and fork.sequence > message.sequence:

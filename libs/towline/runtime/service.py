@@ -32,6 +32,7 @@ from towline.runtime.health import Health, HealthServer
 from towline.runtime.lease import Lease
 from towline.runtime.logging import configure_logging
 from towline.runtime.metrics import Metrics
+from towline.runtime.tracing import Tracing, begin
 from towline.store.blobs import Blobs
 from towline.store.objects import ObjectStore, open_store
 
@@ -152,6 +153,7 @@ class _Life:
         self._replica = replica
         self._signals = 0
         self._stop = asyncio.Event()
+        self._tracing: Tracing | None = None
 
     async def live(self) -> None:
         loop = asyncio.get_running_loop()
@@ -166,9 +168,14 @@ class _Life:
             await self._serve(self._cls(self._settings, bus=bus, objects=objects, replica=self._replica))
         finally:
             await bus.close()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
 
     async def _start(self) -> tuple[Bus, ObjectStore]:
         settings = self._settings
+        self._tracing = await asyncio.to_thread(
+            begin, settings.telemetry, service=self._cls.name, replica=self._replica, run=settings.run.name
+        )
         objects = open_store(settings.store)
         await asyncio.to_thread(objects.check)
         run = settings.run.name
@@ -184,6 +191,8 @@ class _Life:
 
     async def _serve(self, service: Service) -> None:
         service.metrics.show_figures(service.figures)
+        if self._tracing is not None:
+            self._tracing.show(service.metrics)
         server = HealthServer(self._settings.service, service.health, service.metrics)
         await server.start()
         _log.info("started", port=server.port, pid=os.getpid())
@@ -248,6 +257,8 @@ class _Life:
                 if lease is not None:
                     await lease.release()
                 await service.bus.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close, _CANCEL_SECONDS)
         _exit_now(0)
 
     async def _until_stopped(self, *tasks: asyncio.Task[Any]) -> bool:
