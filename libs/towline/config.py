@@ -404,7 +404,7 @@ class Settings(_Section):
             )
         if self.buffer.external_groups + self.buffer.session_groups > self.buffer.groups_per_batch:
             raise ValueError(
-                "buffer.external_groups and buffer.session_groups are together more than buffer.groups_per_batch: they're parts of it"
+                "buffer.external_groups and session_groups are together more than buffer.groups_per_batch: they are parts of it"
             )
         return self
 

@@ -12,7 +12,7 @@ import msgspec
 
 from towline.contract.codec import digest
 from towline.contract.control import RequeueRecord
-from towline.contract.task import TRAIN, Task
+from towline.contract.task import EVAL, SESSION, TRAIN, Task
 
 Fault = Callable[[int, str, str], None]
 
@@ -44,7 +44,7 @@ class Again:
     def asked(self, record: RequeueRecord, lane: str | None, fate: str | None, prompt: bytes | None) -> None:
         """Requeued on request: of a train group that was dropped, with its own prompt."""
         where = f"group {record.group}"
-        if lane != TRAIN or fate is None or fate == "evaluated":
+        if lane not in (TRAIN, SESSION) or fate is None or fate == "evaluated":
             self._fault(1, where, f"requeued for dead letter {record.dead}, and it isn't a train group that was dropped")
         elif prompt != prompt_of(record.task):
             self._fault(1, where, f"requeued for dead letter {record.dead} with another prompt than its own")
@@ -66,7 +66,7 @@ class Again:
         where = f"group {task.group}"
         if requeues is None:
             waiting = next((group for group, promise in self._promises.items() if promise.kept_by is None), None)
-            if waiting is not None and task.lane == TRAIN and task.sample == 0:
+            if waiting is not None and task.lane != EVAL and task.sample == 0:
                 self._fault(1, where, f"drawn anew while the prompt of group {waiting} waits to be admitted again")
             return
         promise = self._promises.get(requeues)

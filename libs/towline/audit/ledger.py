@@ -21,7 +21,7 @@ from towline.contract.control import (
     WriterRecord,
 )
 from towline.contract.groups import EXTERNAL, is_external
-from towline.contract.task import TRAIN, Task
+from towline.contract.task import SESSION, TRAIN, Task
 
 SampleKey = tuple[int, int]
 
@@ -191,7 +191,7 @@ class Ledger:
                 continue
             if group.fate is not None:
                 self._fault(1, where, f"in batch {name} after its group was closed ({group.fate})")
-            if group.lane not in (TRAIN, EXTERNAL):
+            if group.lane not in (TRAIN, SESSION, EXTERNAL):
                 self._fault(1, where, f"in batch {name}, of lane {group.lane}")
             before = self._standing.get((row.group, row.sample))
             if before is not None:

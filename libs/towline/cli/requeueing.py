@@ -19,7 +19,7 @@ from towline.contract.codec import encode
 from towline.contract.control import DropRecord, ReissueRecord, RequeueRecord, TaskRecord, decode_control
 from towline.contract.groups import is_external, parse_group
 from towline.contract.requests import STAGE, RequeueRequest, request_stage
-from towline.contract.task import TRAIN
+from towline.contract.task import SESSION, TRAIN
 from towline.errors import MalformedError, MissingError, UsageError
 from towline.runtime.run_end import run_has_ended
 
@@ -146,7 +146,8 @@ async def _chosen(bus: Bus, sequences: list[int] | None, stage: str | None) -> d
 async def _known(bus: Bus, groups: set[int]) -> _Known:
     topology, known = bus.topology, _Known()
     known.end = (await bus.stream_state(CONTROL)).last_sequence
-    subjects = [topology.task(TRAIN), topology.reissue(TRAIN), topology.control("drop"), topology.control("requeue")]
+    subjects = [name(lane) for lane in (TRAIN, SESSION) for name in (topology.task, topology.reissue)]
+    subjects += [topology.control("drop"), topology.control("requeue")]
     async with contextlib.aclosing(bus.read(CONTROL, subjects=subjects, follow=False)) as messages:
         async for message in messages:
             try:

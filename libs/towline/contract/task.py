@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from towline.contract.arrays import Array, pack, unpack
 
-TRAIN, EVAL = "train", "eval"
+TRAIN, EVAL, SESSION = "train", "eval", "session"
+"""Lanes: for workers; for workers that serve one version; for the gateways' clients, who claim its tasks."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ from towline.bundle.source import BusSource
 from towline.bus.client import Bus
 from towline.bus.topology import CONTROL, STATUS
 from towline.config import Settings
-from towline.contract.task import TRAIN
+from towline.contract.task import SESSION, TRAIN
 from towline.errors import TowlineError, UsageError
 from towline.local.changes import changed
 from towline.local.cleanup import CLEAN, UP, end_leftovers, start_guard
@@ -170,7 +170,7 @@ class Up:
         await asyncio.to_thread(log.refresh)
         name, url = settings.run.name, settings.store.url
         if not log.next_number:
-            if await bus.last(CONTROL, bus.topology.task(TRAIN)) is not None:
+            if any([await bus.last(CONTROL, bus.topology.task(lane)) for lane in (TRAIN, SESSION)]):
                 raise UsageError(
                     f"run {name} has records on the bus, and {url} has no LOG of it: it ran with another store; "
                     "name that one with --store, or another run with --run",

@@ -25,8 +25,9 @@ batch for depth 0, formed anew, is consumed. At depth 99 one batch is left: 4 gr
 
 With oversampling or dynamic filtering, `groups_per_batch` above is admitted_per_batch = ceil(groups_per_batch * oversample): the
 surplus is never trained and becomes stale. Prompts of requeued groups come before new ones. External groups (external.py) take
-room before new prompts; where `external_groups` names their share of each batch, the share bounds both sides. limiter.py says
-the same rule as a rate limiter with samples-per-insert 1 and a band of ahead * admitted_per_batch groups.
+room before new prompts; where `external_groups` names their share of each batch, the share bounds both sides. So does
+`session_groups` for the groups of lane session: prompts as the others, whose samples clients claim. limiter.py says the same
+rule as a rate limiter with samples-per-insert 1 and a band of ahead * admitted_per_batch groups.
 
 The place in the queue gives a task its not_before_depth: the i-th waiting group (from 0) is trained at depth + i //
 groups_per_batch at the earliest, so a version max_staleness below that, and no fresher one, is what it needs.
@@ -39,7 +40,7 @@ from msgspec import UNSET, UnsetType
 from towline.buffer.limiter import pacing
 from towline.buffer.view import Unit, View, seed_of
 from towline.contract.control import TaskRecord
-from towline.contract.task import TRAIN, Task, pack_tokens
+from towline.contract.task import SESSION, TRAIN, Task, pack_tokens
 from towline.environment.prompts import Prompt, draw, exhausted
 
 
@@ -52,12 +53,31 @@ def room(view: View) -> int:
 
 
 def allowance(view: View) -> int:
-    """How many groups may be admitted now for prompts."""
-    rules = view.rules
-    if not rules.external_groups:
+    """How many groups may be admitted now for prompts of lane train."""
+    rules, state, depth = view.rules, view.state, view.depth
+    if not rules.external_groups and not rules.session_groups:
         return room(view)
-    waiting = view.state.waiting_groups(view.depth) - view.state.waiting_external(view.depth)
-    return _share(view, rules.admitted_per_batch - rules.external_groups, waiting)
+    waiting = state.waiting_groups(depth)
+    if rules.external_groups:
+        waiting -= state.waiting_external(depth)
+    if rules.session_groups:
+        waiting -= state.waiting_session(depth)
+    return _share(view, rules.admitted_per_batch - rules.external_groups - rules.session_groups, waiting)
+
+
+def session_allowance(view: View) -> int:
+    """How many groups may be admitted now for prompts of lane session."""
+    if not view.rules.session_groups:
+        return 0
+    return _share(view, view.rules.session_groups, view.state.waiting_session(view.depth))
+
+
+def lanes(view: View) -> list[str]:
+    """The lanes of the groups that may be admitted now for prompts, in order: evenly mixed."""
+    claimed = session_allowance(view)
+    total = min(claimed + allowance(view), room(view))
+    claimed = min(claimed, total)
+    return [SESSION if (i + 1) * claimed // total > i * claimed // total else TRAIN for i in range(total)]
 
 
 def external_room(view: View) -> int:
@@ -80,7 +100,7 @@ def admit(view: View) -> list[Unit]:
     waiting = state.waiting_groups(depth)
     waiting_again = iter(state.requeue.items())
     units: list[Unit] = []
-    for place in range(waiting, waiting + allowance(view)):
+    for place, lane in enumerate(lanes(view), start=waiting):
         again = next(waiting_again, None)
         if again is not None:
             prompt = Prompt(again[1].prompt_tokens.tolist(), again[1].prompt_ref, again[1].reference)
@@ -91,7 +111,7 @@ def admit(view: View) -> list[Unit]:
         group = state.next_group + len(units)
         task = Task(
             run=rules.run,
-            lane=TRAIN,
+            lane=lane,
             group=group,
             sample=0,
             group_size=rules.group_size,
@@ -99,7 +119,7 @@ def admit(view: View) -> list[Unit]:
             prompt_ref=prompt.ref,
             cursor=cursor,
             reference=prompt.reference,
-            environment=rules.environment,
+            environment=rules.session_environment if lane == SESSION else rules.environment,
             sampling=rules.sampling,
             seed=0,
             not_before_depth=max(0, depth + place // rules.admitted_per_batch - rules.max_staleness),

@@ -19,7 +19,7 @@ from towline.bus.client import Bus, Message
 from towline.bus.topology import CONTROL, DEAD
 from towline.contract.control import DropRecord, Record, ReissueRecord, RequeueRecord, TaskRecord, decode_control
 from towline.contract.requests import RequeueRequest, decode_request, request_stage
-from towline.contract.task import TRAIN
+from towline.contract.task import SESSION, TRAIN
 from towline.errors import InvariantError, MalformedError, MissingError, UnavailableError
 
 RETRY_SECONDS = 1.0
@@ -88,7 +88,7 @@ class Requests:
         self, request: RequeueRequest, task: TaskRecord | ReissueRecord, drop: DropRecord, state: State
     ) -> RequeueRecord | str:
         group = task.task.group
-        if drop.group != group or task.task.lane != TRAIN:
+        if drop.group != group or task.task.lane not in (TRAIN, SESSION):
             return f"the task is of group {group}, lane {task.task.lane}; the drop of group {drop.group}"
         if group in state.requeued:
             return ""

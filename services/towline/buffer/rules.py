@@ -43,6 +43,9 @@ class Rules:
     admit_external: bool = True
     external_groups: int = 0
     """Of groups_per_batch: left to external groups."""
+    session_groups: int = 0
+    """Of groups_per_batch: issued in lane session."""
+    session_environment: str = "agent"
     oversample: float = 1.0
     filter_equal_rewards: bool = False
     max_resample_rounds: int = 0
@@ -111,6 +114,8 @@ def rules_from(settings: Settings, *, stop_token_ids: tuple[int, ...]) -> Rules:
         over_stale=buffer.over_stale,
         admit_external=buffer.external == "admit",
         external_groups=buffer.external_groups,
+        session_groups=buffer.session_groups,
+        session_environment=settings.gateway.sessions.environment,
         oversample=buffer.oversample,
         filter_equal_rewards=buffer.filter_equal_rewards,
         max_resample_rounds=buffer.max_resample_rounds,

@@ -34,7 +34,7 @@ from towline.contract.control import (
     WriterRecord,
 )
 from towline.contract.groups import EXTERNAL, is_external
-from towline.contract.task import Task
+from towline.contract.task import SESSION, Task
 from towline.errors import InvariantError
 
 EQUAL_REWARDS = "equal_rewards"
@@ -276,3 +276,8 @@ class State(Outcomes):
         """Of those, the external ones."""
         batched = (number for d in range(depth, self.next_depth) if d in self.batches for number in self.batches[d].groups)
         return sum(map(is_external, self.open_train)) + sum(map(is_external, batched))
+
+    def waiting_session(self, depth: int) -> int:
+        """Of those, the ones that clients claim."""
+        batched = (number for d in range(depth, self.next_depth) if d in self.batches for number in self.batches[d].groups)
+        return sum(self.groups[number].lane == SESSION for number in (*self.open_train, *batched))
