@@ -118,16 +118,16 @@ class Topology:
         return self.subject(f"control.{kind}")
 
     # data
-    def trajectory(self, group: int | str, sample: int) -> str:
+    def trajectory(self, group: int | str, sample: int | str) -> str:
         return self.subject(f"trajectory.{_group(group)}.{sample}")
 
-    def score(self, group: int | str, sample: int) -> str:
+    def score(self, group: int | str, sample: int | str) -> str:
         return self.subject(f"outcome.score.{_group(group)}.{sample}")
 
-    def failure(self, group: int | str, sample: int) -> str:
+    def failure(self, group: int | str, sample: int | str) -> str:
         return self.subject(f"outcome.failure.{_group(group)}.{sample}")
 
-    def partial(self, group: int | str, sample: int) -> str:
+    def partial(self, group: int | str, sample: int | str) -> str:
         return self.subject(f"partial.{_group(group)}.{sample}")
 
     def policy(self, kind: str) -> str:

@@ -1,0 +1,80 @@
+"""Secrets on disk: a file for each, that its owner alone reads. What exists stays, unless new ones are asked for.
+
+FOLDER/ROLE.nk           an nkey's seed, for the bus
+       ROLE.s3-access    an S3 access key's id
+       ROLE.s3-secret    and its secret
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import nkeys
+
+from towline.access.roles import checked
+from towline.errors import UsageError
+from towline.runtime.files import write_private
+
+_SEED_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """An S3 identity's keys."""
+
+    access: str
+    secret: str
+
+
+def seed_path(folder: Path, role: str) -> Path:
+    return folder / f"{checked(role)}.nk"
+
+
+def access_key_path(folder: Path, role: str) -> Path:
+    return folder / f"{checked(role)}.s3-access"
+
+
+def secret_key_path(folder: Path, role: str) -> Path:
+    return folder / f"{checked(role)}.s3-secret"
+
+
+def bus_users(folder: Path, names: Iterable[str], *, anew: bool = False) -> dict[str, str]:
+    """Role -> its public nkey; seeds are made where they're missing, all of them with `anew`."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    users = {}
+    for role in names:
+        path = seed_path(folder, role)
+        if anew or not path.is_file():
+            write_private(path, new_seed(nkeys.PREFIX_BYTE_USER))
+        users[role] = public_key(path)
+    return users
+
+
+def store_keys(folder: Path, names: Iterable[str], *, anew: bool = False) -> dict[str, KeyPair]:
+    """Role -> its S3 keys, made in the same way."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = {}
+    for role in names:
+        access, secret = access_key_path(folder, role), secret_key_path(folder, role)
+        if anew or not (access.is_file() and secret.is_file()):
+            write_private(access, secrets.token_hex(10).upper())
+            write_private(secret, secrets.token_hex(20))
+        found[role] = KeyPair(access.read_text().strip(), secret.read_text().strip())
+    return found
+
+
+def new_seed(kind: int) -> str:
+    """An nkey's seed; `kind` is one of nkeys' PREFIX_BYTE_…"""
+    return bytes(nkeys.encode_seed(secrets.token_bytes(_SEED_BYTES), kind)).decode()
+
+
+def public_key(path: Path) -> str:
+    """Of the seed in the file. `UsageError` where it holds none."""
+    try:
+        pair = nkeys.from_seed(bytearray(path.read_text().strip().encode()))
+    except (OSError, nkeys.NkeysError) as error:
+        raise UsageError(f"{path}: no nkey seed in it ({error or type(error).__name__})", code="nkey") from None
+    return bytes(pair.public_key).decode()
