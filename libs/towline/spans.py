@@ -77,11 +77,12 @@ class Tracer(Protocol):
         *,
         kind: Kind = "internal",
         own: Context | None = None,
+        trace_id: int | None = None,
         links: Sequence[Context] = (),
         at: float | None = None,
     ) -> Span:
-        """A span, begun `at` (Unix seconds) or now. `own`: its place, where that is fixed; else one in its parent's trace, or in
-        a new one."""
+        """A span, begun `at` (Unix seconds) or now, in its parent's trace, in `trace_id`'s, or in a new one. `own`: its place,
+        where that is fixed by what it says has happened; where it fails it hasn't, and the span gets another number."""
 
 
 class _Nothing:
@@ -122,12 +123,14 @@ def install(new: Tracer | None) -> None:
     tracer = new
 
 
-def follow(name: str, headers: Mapping[str, str] | None, kind: Kind = "consumer") -> Span:
-    """The span of whoever handles a message; nothing where its sender wasn't traced."""
+def follow(name: str, headers: Mapping[str, str] | None, kind: Kind = "consumer", *, fixed: bool = False) -> Span:
+    """The span of whoever handles a message; nothing where its sender wasn't traced. `fixed`: as in `child`."""
     if tracer is None or not headers:
         return NOTHING
     parent = parse(headers.get(TRACEPARENT))
-    return NOTHING if parent is None else tracer.start(name, parent, kind=kind)
+    if parent is None:
+        return NOTHING
+    return tracer.start(name, parent, kind=kind, own=fixed_context(parent.trace_id, name) if fixed else None)
 
 
 def child(name: str, kind: Kind = "internal", *, fixed: bool = False) -> Span:
@@ -147,8 +150,8 @@ def request(name: str, traceparent: str | None) -> Span:
     if traceparent is not None and _fields(traceparent) is not None:
         parent = parse(traceparent)
         return NOTHING if parent is None else tracer.start(name, parent, kind="server")
-    own = Context(random.getrandbits(128) or 1, random.getrandbits(64) or 1)
-    return tracer.start(name, None, kind="server", own=own) if tracer.sampled(own.trace_id) else NOTHING
+    trace_id = random.getrandbits(128) or 1
+    return tracer.start(name, None, kind="server", trace_id=trace_id) if tracer.sampled(trace_id) else NOTHING
 
 
 def of_version(name: str, write_id: str) -> Span:

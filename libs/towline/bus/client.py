@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 
 import msgspec
 import structlog
@@ -20,7 +20,7 @@ from towline.bus.connection import Connection
 from towline.bus.consumer import Consumer, Delivery
 from towline.bus.jetstream import PATIENCE_SECONDS, JetStream, StreamState
 from towline.bus.kv import Bucket
-from towline.bus.publish import Created, Publisher
+from towline.bus.publish import NO_HEADERS, Created, Publisher
 from towline.bus.read import OrderedReader
 from towline.bus.topology import STREAMS, BucketSpec, ConsumerSpec, StreamSpec, Topology
 from towline.bus.wire import Blobs, Message, fetch
@@ -94,10 +94,12 @@ class Bus:
         """The subject's one and only message: `won`, or what stands there."""
         return await self.publisher.create(self._stream_of([subject]), subject, data, headers)
 
-    async def create_all(self, messages: Sequence[tuple[str, bytes]]) -> list[int] | None:
+    async def create_all(
+        self, messages: Sequence[tuple[str, bytes]], *, headers: Mapping[int, dict[str, str]] = NO_HEADERS
+    ) -> list[int] | None:
         """All the messages, each the only one on its subject, as one atomic batch of at most 1,000; their sequences. None
-        where others were first, with any of them; then none is stored."""
-        return await self.publisher.create_all(self._stream_of([subject for subject, _ in messages]), messages)
+        where others were first, with any of them; then none is stored. `headers`: of some, by their place."""
+        return await self.publisher.create_all(self._stream_of([subject for subject, _ in messages]), messages, headers)
 
     async def dead(self, stage: str, data: bytes, reason: str, **context: object) -> None:
         """Keep a message that nobody could act on, whole, with the reason and where it came from."""

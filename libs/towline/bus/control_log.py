@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from towline.bus.client import Bus
 from towline.bus.jetstream import FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS
-from towline.bus.publish import batch_was_lost
+from towline.bus.publish import NO_HEADERS, batch_was_lost
 from towline.bus.topology import CONTROL, MAX_ATOMIC_MESSAGES
 from towline.bus.wire import EXPECTED_LAST, STREAM_FULL, WRONG_LAST_SEQUENCE, ApiError, Stub, Unsettled
 from towline.contract.codec import encode
@@ -81,10 +81,10 @@ class ControlLog:
                 left = left[len(chunk) :]
             return sequences
 
-    async def append_atomic(self, records: Records) -> list[int]:
-        """The same for at most 1,000 records, whole or not at all, whatever happens."""
+    async def append_atomic(self, records: Records, headers: Mapping[int, dict[str, str]] = NO_HEADERS) -> list[int]:
+        """The same for at most 1,000 records, whole or not at all, whatever happens. `headers`: of some, by their place."""
         async with self._writing():
-            stubs = await self._stow(records)
+            stubs = await self._stow(records, headers)
             return await self._append_whole(stubs) if stubs else []
 
     @contextlib.asynccontextmanager
@@ -104,8 +104,11 @@ class ControlLog:
                 raise
             self._ended = None
 
-    async def _stow(self, records: Records) -> list[tuple[str, Stub]]:
-        return [(subject, await self._publisher.stow(subject, data)) for subject, data in records]
+    async def _stow(self, records: Records, headers: Mapping[int, dict[str, str]] = NO_HEADERS) -> list[tuple[str, Stub]]:
+        return [
+            (subject, await self._publisher.stow(subject, data, headers.get(place)))
+            for place, (subject, data) in enumerate(records)
+        ]
 
     async def _append_whole(self, stubs: Sequence[tuple[str, Stub]]) -> list[int]:
         """One chunk, which stands as a whole after `last_sequence` or not at all; tried until one of both is certain.

@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from nats.aio.msg import Msg
@@ -32,6 +33,7 @@ from towline.bus.wire import (
 )
 from towline.errors import UnavailableError, UsageError
 
+NO_HEADERS: Mapping[int, dict[str, str]] = MappingProxyType({})
 _HEADROOM_BYTES = 512
 """Left free of the server's max_payload for the headers that are added to a stowed message."""
 
@@ -158,9 +160,11 @@ class Publisher:
             return Created(message.sequence, True, None)
         return Created(message.sequence, False, await fetch(message.data, message.headers, self.blobs, subject))
 
-    async def create_all(self, stream: str, messages: Sequence[tuple[str, bytes]]) -> list[int] | None:
-        """All of them, each the only one on its subject, or none: None where others stand there."""
-        stubs = [(subject, await self.stow(subject, data)) for subject, data in messages]
+    async def create_all(
+        self, stream: str, messages: Sequence[tuple[str, bytes]], headers: Mapping[int, dict[str, str]] = NO_HEADERS
+    ) -> list[int] | None:
+        """All of them, each the only one on its subject, or none: None where others stand there. `headers`: of some, by place."""
+        stubs = [(subject, await self.stow(subject, data, headers.get(place))) for place, (subject, data) in enumerate(messages)]
         create_only = [{EXPECTED_LAST_OF_SUBJECT: "0"}] * len(stubs)
         doubtful = False
 

@@ -65,7 +65,9 @@ class OtlpTracing:
         self._provider = TracerProvider(
             resource=Resource.create(
                 {
-                    "service.name": os.environ.get("OTEL_SERVICE_NAME") or f"towline-{service}", "service.namespace": "towline", "service.instance.id": replica,
+                    "service.name": os.environ.get("OTEL_SERVICE_NAME") or f"towline-{service}",
+                    "service.namespace": "towline",
+                    "service.instance.id": replica,
                     "towline.run": run,
                 }
             ),
@@ -114,12 +116,15 @@ class OtlpTracer:
         *,
         kind: Kind = "internal",
         own: Context | None = None,
+        trace_id: int | None = None,
         links: Sequence[Context] = (),
         at: float | None = None,
     ) -> Span:
+        fixed = own is not None
         if own is None:
-            own = Context(random.getrandbits(128) or 1 if parent is None else parent.trace_id, random.getrandbits(64) or 1)
-        return OtlpSpan(self, name, parent, kind, own, list(links), time.time() if at is None else at)
+            trace_id = (parent.trace_id if parent is not None else random.getrandbits(128) or 1) if trace_id is None else trace_id
+            own = Context(trace_id, random.getrandbits(64) or 1)
+        return OtlpSpan(self, name, parent, kind, own, list(links), time.time() if at is None else at, fixed)
 
     def record(self, span: OtlpSpan, at: float | None) -> None:
         """Hand an ended span to the SDK."""
@@ -141,13 +146,34 @@ class OtlpTracer:
 class OtlpSpan:
     """`towline.spans.Span`, until its end."""
 
-    __slots__ = ("_over", "_token", "_tracer", "attributes", "began", "context", "failure", "kind", "links", "name", "parent")
+    __slots__ = (
+        "_fixed",
+        "_over",
+        "_token",
+        "_tracer",
+        "attributes",
+        "began",
+        "context",
+        "failure",
+        "kind",
+        "links",
+        "name",
+        "parent",
+    )
 
     def __init__(
-        self, tracer: OtlpTracer, name: str, parent: Context | None, kind: Kind, own: Context, links: list[Context], began: float
+        self,
+        tracer: OtlpTracer,
+        name: str,
+        parent: Context | None,
+        kind: Kind,
+        own: Context,
+        links: list[Context],
+        began: float,
+        fixed: bool,
     ) -> None:
         self._tracer, self.name, self.parent, self.kind, self.context = tracer, name, parent, kind, own
-        self.links, self.began = links, began
+        self.links, self.began, self._fixed = links, began, fixed
         self.attributes: dict[str, Any] = {}
         self.failure: str | None = None
         self._token: Any = None
@@ -170,6 +196,8 @@ class OtlpSpan:
 
     def fail(self, reason: str) -> None:
         self.failure = reason
+        if self._fixed:
+            self.renumber()
 
     def end(self, at: float | None = None) -> None:
         if not self._over:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
 from towline.bus.client import Bus
@@ -29,6 +29,7 @@ class Stored:
     trajectory: Trajectory
     sequence: int
     digest: bytes
+    headers: Mapping[str, str]
 
 
 class Groups:
@@ -77,7 +78,7 @@ class Groups:
         if message is None:
             return None
         try:
-            return Stored(decode_trajectory(message.data), message.sequence, digest(message.data))
+            return Stored(decode_trajectory(message.data), message.sequence, digest(message.data), message.headers)
         except MalformedError:
             return None
 

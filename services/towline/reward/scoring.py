@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
-from towline import faults
+from towline import faults, spans
 from towline.bus.client import Bus
 from towline.bus.consumer import Delivery
 from towline.bus.topology import IN_PROGRESS_SHARE, OUTCOME
@@ -24,6 +24,7 @@ from towline.contract.outcome import Failure, FailureStage, Score
 from towline.contract.trajectory import Trajectory, decode_trajectory
 from towline.errors import MalformedError, UnavailableError, VerifierError
 from towline.reward.groups import Groups, Stored
+from towline.spans import Span
 from towline.verifiers.base import Reward, Verifier, check_reward, check_rewards, sample_of
 from towline.verifiers.runner import Runner
 from towline.verifiers.tokenizer import Tokenizer
@@ -86,7 +87,10 @@ class Scorer:
         """Bring one delivery to its end and answer it."""
         self._at_work[delivery.sequence] = (delivery, time.monotonic())
         try:
-            await self._handle(delivery)
+            with spans.follow("reward", delivery.headers) as span:
+                if span:
+                    span.set(delivery=delivery.num_delivered, verifier=self._verifier.name, replica=self._replica)
+                await self._handle(delivery)
         except UnavailableError as error:
             self.counts.last_error = error.message
             await delivery.nak(ROOM_SECONDS)
@@ -138,16 +142,19 @@ class Scorer:
                 code="subject",
                 data=delivery.data,
             )
-        return Stored(trajectory, delivery.sequence, digest(delivery.data))
+        return Stored(trajectory, delivery.sequence, digest(delivery.data), delivery.headers)
 
     async def _stands(self, trajectory: Trajectory) -> bool:
         return await self._bus.last(OUTCOME, self._bus.topology.score(trajectory.group, trajectory.sample)) is not None
 
     async def _score_sample(self, stored: Stored) -> None:
         sample = sample_of(stored.trajectory, self._tokenizer)
-        reward = check_reward(await self._runner.run(sample), self._verifier.name)
+        with spans.child("verify"):
+            reward = check_reward(await self._runner.run(sample), self._verifier.name)
         faults.point("reward.verified")
-        created = await self._bus.create(*self._message(stored, reward))
+        with spans.child("score", "producer", fixed=True) as span:
+            created = await self._bus.create(*self._message(stored, reward), headers=span.headers)
+            _tell(span, reward, won=created.won)
         faults.point("reward.published")
         self._count(created.won, [reward])
 
@@ -160,10 +167,17 @@ class Scorer:
             if members is None:
                 return
             samples = [sample_of(member.trajectory, self._tokenizer) for member in members]
-            rewards = check_rewards(await self._runner.run(samples), len(samples), self._verifier.name)
+            with spans.child("verify"):
+                rewards = check_rewards(await self._runner.run(samples), len(samples), self._verifier.name)
             messages = [self._message(member, reward) for member, reward in zip(members, rewards, strict=True)]
             faults.point("reward.verified")
-            self._count(await self._bus.create_all(messages) is not None, rewards)
+            made = [spans.follow("score", member.headers, "producer", fixed=True) for member in members]
+            headers = {place: span.headers for place, span in enumerate(made) if span.headers is not None}
+            won = await self._bus.create_all(messages, headers=headers) is not None
+            for span, reward in zip(made, rewards, strict=True):
+                _tell(span, reward, won=won)
+                span.end()
+            self._count(won, rewards)
             faults.point("reward.published")
             groups.close(number)
 
@@ -219,6 +233,13 @@ class Scorer:
             await self._bus.publish(self._bus.topology.failure(who.group, who.sample), encode(failure))
             faults.point("reward.failure_published")
         await delivery.ack()
+
+
+def _tell(span: Span, reward: Reward, *, won: bool) -> None:
+    if span:
+        span.set(reward=reward.value, superseded=not won)
+        if not won:
+            span.renumber()
 
 
 class _Who(msgspec.Struct):
