@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import structlog
 
-from towline import faults
+from towline import faults, spans
 from towline.bus.client import Delivery
 from towline.bus.topology import TRAJECTORY
 from towline.contract.codec import encode
@@ -29,6 +29,7 @@ from towline.rollout_worker.dead import dead_letter
 from towline.rollout_worker.eligibility import eligibility, stale
 from towline.rollout_worker.episode import EnvironmentFailed, Episode, Unusable
 from towline.rollout_worker.partials import Origin, Partials
+from towline.spans import Span
 
 T = TypeVar("T")
 Interruption = Literal["cancelled", "stale", "moved", "drained", "ended"]
@@ -77,6 +78,17 @@ class Attempt:
         return self._episode is not None
 
     async def run(self) -> None:
+        with spans.follow("task", self.delivery.headers) as span:
+            if span:
+                task = self.task
+                span.set(
+                    group=task.group, sample=task.sample, lane=task.lane, attempt=task.attempt, task_sequence=self.sequence,
+                    delivery=self.delivery.num_delivered, replica=self._bench.replica.name,
+                    waited_seconds=max(self._pulled_at - task.admitted_at, 0.0),
+                )  # fmt: skip
+            await self._run(span)
+
+    async def _run(self, span: Span) -> None:
         self._runner = asyncio.current_task()
         assert self._runner is not None
         try:
@@ -89,8 +101,12 @@ class Attempt:
                 if self._why is None:
                     raise
                 self._runner.uncancel()
+                if span:
+                    span.set(left=self._why)
                 await self._leave(self._why)
         except _Failed as failed:
+            if span:
+                span.fail(f"{failed.stage}: {failed.reason}")
             await self._fail(failed)
         finally:
             await self._partials.stop()
@@ -136,7 +152,14 @@ class Attempt:
         async with bench.suspects if self._partials.starts >= SUSPECT_STARTS else contextlib.nullcontext():
             await self._until_served()
             begun_at = time.monotonic()
-            data, trajectory = await self._generate()
+            with spans.child("rollout") as span:
+                data, trajectory = await self._generate()
+                if span:
+                    span.set(
+                        engine=bench.engine.name, finish=trajectory.finish, tokens=trajectory.policy_tokens,
+                        resumed=self._partials.found is not None,
+                        versions=sorted({at.version for at in trajectory.version_spans}),
+                    )  # fmt: skip
             if self._partials.found is None:
                 bench.pace.finished(
                     begun_at=begun_at, queue_seconds=trajectory.timings.queue_seconds, tokens=trajectory.policy_tokens,
@@ -145,7 +168,12 @@ class Attempt:
         await self._partials.stop()
         self._publishing = True
         faults.point("worker.before_publish")
-        created = await self._insist(lambda: bench.bus.create(subject, data))
+        with spans.child("trajectory", "producer", fixed=True) as span:
+            created = await self._insist(lambda: bench.bus.create(subject, data, headers=span.headers))
+            if span:
+                span.set(sequence=created.sequence, nbytes=len(data), superseded=not created.won)
+                if not created.won:
+                    span.renumber()
         if created.won:
             bench.figures.trajectories += 1
             bench.figures.tokens += trajectory.policy_tokens

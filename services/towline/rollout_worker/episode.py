@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import structlog
 
+from towline import spans
 from towline.config import RolloutSettings
 from towline.contract.partial import Partial
 from towline.contract.task import Task
@@ -90,20 +91,23 @@ class Episode:
             record.answer(await self._first_tokens(), "prompt")
             await self._save()
         while True:
-            if record.turn in (None, "open") and not await self._policy_turn():
-                self.finish = "deadline"
-                return
-            finish: Literal["stop", "length"] = "stop" if record.turn == "stop" else "length"
-            try:
-                step = await self._answer(record.turn_tokens, finish)
-            except TimeoutError:
-                self.finish = "deadline"
-                return
-            if step.done:
-                self.finish = "tool_limit" if step.limit_reached else finish
-                return
-            record.answer(step.tokens, step.kind)
-            await self._save()
+            with spans.child("turn") as span:
+                if span:
+                    span.set(turn=self._turn)
+                if record.turn in (None, "open") and not await self._policy_turn():
+                    self.finish = "deadline"
+                    return
+                finish: Literal["stop", "length"] = "stop" if record.turn == "stop" else "length"
+                try:
+                    step = await self._answer(record.turn_tokens, finish)
+                except TimeoutError:
+                    self.finish = "deadline"
+                    return
+                if step.done:
+                    self.finish = "tool_limit" if step.limit_reached else finish
+                    return
+                record.answer(step.tokens, step.kind)
+                await self._save()
             self._turn += 1
             if record.policy_tokens >= sampling.max_tokens or self._engine.max_context - len(record.tokens) < 1:
                 self.finish = "length"
@@ -130,7 +134,14 @@ class Episode:
         request, seconds = self._request(), self._seconds_left()
         try:
             async with asyncio.timeout(seconds):
-                generation = await self._generate(request)
+                with spans.child("engine.generate", "client") as span:
+                    generation = await self._generate(request)
+                    if span:
+                        span.set(
+                            request=request.request_id, prompt_tokens=len(request.tokens), tokens=len(generation.tokens),
+                            finish=generation.finish, queue_seconds=generation.queue_seconds,
+                            versions=sorted({at.version for at in generation.spans}),
+                        )  # fmt: skip
         except TimeoutError:
             if not self.record.policy_tokens:
                 raise EngineError(
@@ -199,7 +210,8 @@ class Episode:
         """`TimeoutError` past the tool's deadline."""
         async with asyncio.timeout(self._limits.tool_seconds or None) as deadline:
             try:
-                return await self._ask(self._environment.step, tokens, finish)
+                with spans.child("environment.step"):
+                    return await self._ask(self._environment.step, tokens, finish)
             except EnvironmentFailed as error:
                 if deadline.expired():
                     raise TimeoutError from error
@@ -229,7 +241,8 @@ class Episode:
     async def _first_tokens(self) -> list[int]:
         try:
             async with asyncio.timeout(self._limits.tool_seconds or None):
-                return await self._ask(self._environment.reset, self._task)
+                with spans.child("environment.reset"):
+                    return await self._ask(self._environment.reset, self._task)
         except TimeoutError as error:
             raise EnvironmentFailed(f"environment {self._task.environment} took over rollout.tool_seconds to begin") from error
 
