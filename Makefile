@@ -4,10 +4,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
-EXTRAS := torch,megatron,local,fast,checksums,plots,dev
+EXTRAS := torch,megatron,gateway,local,fast,checksums,plots,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gateway test-large test-ranks soak lint clean bench-weights staleness-study bench-activation sglang-venv demo-sglang test-sglang test-megatron
+.PHONY: help setup demo test test-gateway test-large test-ranks soak lint proto clean bench-weights staleness-study bench-activation sglang-venv demo-sglang test-sglang test-megatron
 
 help:
 	@echo "make setup   the virtual environment (the other targets call it; nothing to do: under a second)"
@@ -15,6 +15,7 @@ help:
 	@echo "make test    ruff, mypy, pytest"
 	@echo "make soak    every fault point, then KILLS=1000 random kills, 150 a run (under an hour; SEED=0, STALENESS=0 1 2 in turn)"
 	@echo "make lint    ruff and mypy alone"
+	@echo "make proto   libs/towline/pb anew, after a change in proto/"
 	@echo "make bench-weights   weight deltas on real optimiser steps, against others' ways (both cores idle; ARGS=--check)"
 	@echo "make test-replica   a replica's process killed at each step of preparing and activating (a quarter of an hour)"
 	@echo "make test-gateway   the gateway over longer: torch replicas, kills, the bus away, hundreds of odd requests (minutes)"
@@ -54,6 +55,9 @@ bench-activation: setup
 
 staleness-study: setup
 	@$(BIN)/python -m examples.staleness $(ARGS)
+
+proto: setup
+	@$(BIN)/python proto/generate.py
 
 lint: setup
 	@$(BIN)/ruff check --quiet

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ from towline.gateway.desk import Desk, read_body
 from towline.gateway.fleet import Fleet
 from towline.gateway.formats import OpenAIFormat, generated
 from towline.gateway.jobs import Choice, Job
+from towline.gateway.metering import Metering
 from towline.gateway.openapi import document
 from towline.gateway.plans import Planner, bound_model
 from towline.gateway.sessions import Sessions, TurnFormat
@@ -67,11 +68,7 @@ class Api:
         self._settings, self._fleet, self._desk, self._planner = settings, fleet, desk, planner
         self._tenants, self._metrics, self._not_ready = tenants, metrics, not_ready
         self._sessions, self._run = sessions, settings.run.name
-        self._seconds = metrics.histogram("request_seconds", "from the request to its end", ["route"])
-        self._first = metrics.histogram("first_token_seconds", "from the request to its first tokens", ["route"])
-        self._answers = metrics.counter("answers_total", "answers by route and status", ["route", "status"])
-        self._tokens = metrics.counter("tokens_total", "tokens that were sent", ["route"])
-        self.running = 0
+        self.metering = Metering(metrics)
 
     def app(self) -> Starlette:
         routes = [
@@ -107,7 +104,7 @@ class Api:
                     _log.error("answer_failed", route=path, exc_info=error)
                     fault = ApiError(500, "internal_error", f"{type(error).__name__}: see the gateway's log")
                     response = fault.response()
-            self._answers.labels(path, str(response.status_code)).inc()
+            self.metering.answered(path, str(response.status_code))
             return response
 
         return answer
@@ -120,18 +117,18 @@ class Api:
         stack = contextlib.AsyncExitStack()
         async with stack:
             stack.enter_context(self._tenants.admitted(tenant))
-            stack.enter_context(self._counted(path, began))
+            stack.enter_context(self.metering.request(path, began))
             body = await read_body(request, self._settings.gateway.max_body_bytes)
             job, form, streamed = await begin(body)
             if not streamed:
                 await self._finish(request, job)
-                self._tokens.labels(path).inc(job.completion_tokens)
+                self.metering.sent(path, job.completion_tokens)
                 if isinstance(form, TurnFormat):
                     await form.keep()
                 return JSONResponse(form.whole())
             events = await stack.enter_async_context(contextlib.aclosing(job.events()))
             first = await anext(events, None)
-            self._first.labels(path).observe(time.monotonic() - began)
+            self.metering.first_tokens(path, began)
             held = stack.pop_all()
             return StreamingResponse(
                 self._stream(first, events, job, form, held, path), media_type="text/event-stream", headers=_SSE
@@ -162,7 +159,7 @@ class Api:
                 said = fault.body if "error" in fault.body else {"error": fault.body}
                 yield b"data: " + msgspec.json.encode(said) + b"\n\n"
             finally:
-                self._tokens.labels(path).inc(job.completion_tokens)
+                self.metering.sent(path, job.completion_tokens)
 
     async def _finish(self, request: Request, job: Job) -> None:
         """Until the job has ended, or nobody waits for it any more."""
@@ -177,15 +174,6 @@ class Api:
             for task in (working, leaving):
                 task.cancel()
             await asyncio.gather(working, leaving, return_exceptions=True)
-
-    @contextlib.contextmanager
-    def _counted(self, path: str, began: float) -> Iterator[None]:
-        self.running += 1
-        try:
-            yield
-        finally:
-            self.running -= 1
-            self._seconds.labels(path).observe(time.monotonic() - began)
 
     # What is served
 
@@ -256,7 +244,7 @@ class Api:
                     }
                     for one in self._fleet.candidates()
                 ],
-                "running": self.running,
+                "running": self.metering.running,
             }
         )  # fmt: skip
 

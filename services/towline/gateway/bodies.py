@@ -12,7 +12,7 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from towline.bus.topology import MAX_ATOMIC_MESSAGES
-from towline.gateway.answers import invalid
+from towline.gateway.answers import ApiError, invalid
 from towline.gateway.routing import Constraint
 
 LARGEST_TOKEN = (1 << 31) - 1
@@ -291,10 +291,22 @@ def parse(kind: type[B], data: bytes) -> B:
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        faults = error.errors(include_url=False, include_input=False, include_context=False)
-        named = [f"{_place(item['loc'])}{item['msg'].removeprefix('Value error, ')}" for item in faults]
-        more = f" (and {len(named) - 3} more)" if len(named) > 3 else ""
-        raise invalid("; ".join(named[:3]) + more) from None
+        raise _refused(error) from None
+
+
+def check(kind: type[B], tree: dict[str, Any]) -> B:
+    """The same of a body that came by another way than JSON."""
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise _refused(error) from None
+
+
+def _refused(error: ValidationError) -> ApiError:
+    faults = error.errors(include_url=False, include_input=False, include_context=False)
+    named = [f"{_place(item['loc'])}{item['msg'].removeprefix('Value error, ')}" for item in faults]
+    more = f" (and {len(named) - 3} more)" if len(named) > 3 else ""
+    return invalid("; ".join(named[:3]) + more)
 
 
 def _place(location: tuple[int | str, ...]) -> str:

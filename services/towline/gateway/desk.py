@@ -1,4 +1,4 @@
-"""From an HTTP request to a job: who asks, how long it may wait, what its Idempotency-Key says."""
+"""From a request to a job: who asks, how long it may wait, what its Idempotency-Key says."""
 
 from __future__ import annotations
 
@@ -73,10 +73,19 @@ class Desk:
     async def job(
         self, request: Request, *, tenant: str, route: str, body: bytes, prefix: str, make: Callable[[], Plan]
     ) -> tuple[Plan, Job]:
-        """The plan, which is made off the event loop, and its job. Under a key the job begins with what stood of it."""
+        """What an HTTP request asks for, with its headers."""
+        return await self.planned(
+            tenant=tenant, route=route, body=body, prefix=prefix, make=make, key=request.headers.get("idempotency-key"),
+            waits=wait_seconds(request, self._settings.max_wait_seconds),
+        )  # fmt: skip
+
+    async def planned(
+        self, *, tenant: str, route: str, body: bytes, prefix: str, make: Callable[[], Plan], key: str | None, waits: float
+    ) -> tuple[Plan, Job]:
+        """The plan, which is made off the event loop, and its job. Under a key the job begins with what stood of it; `route` and
+        `body` must be those of before."""
         plan = await asyncio.to_thread(make)
-        waits = wait_seconds(request, self._settings.max_wait_seconds)
-        name, created, key = f"{prefix}{secrets.token_hex(12)}", int(time.time()), request.headers.get("idempotency-key")
+        name, created = f"{prefix}{secrets.token_hex(12)}", int(time.time())
         if key is None:
             choices = plan.choices(plan.prompts, plan.seed, waits, [])
             return plan, Job(name, created, choices, self._sampler)

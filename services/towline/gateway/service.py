@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from towline.bus.client import Bus
 from towline.config import Settings
-from towline.errors import MissingError, UnavailableError
+from towline.errors import MissingError, UnavailableError, UsageError
 from towline.gateway.answers import unavailable
 from towline.gateway.app import Api
 from towline.gateway.calls import Calls
@@ -26,6 +26,9 @@ from towline.gateway.tenants import Tenants
 from towline.runtime.run_end import run_has_ended
 from towline.runtime.service import Service
 from towline.store.objects import ObjectStore
+
+if TYPE_CHECKING:
+    from towline.gateway.grpc_server import GrpcServer
 
 POLL_SECONDS = 0.25
 END_POLL_SECONDS = 1.0
@@ -46,27 +49,34 @@ class GatewayService(Service):
         self._ledger = Ledger(bus, objects, settings.run.name)
         self._model: Planner | None = None
         self._sessions = SessionStore(bus, objects, settings.run.name)
-        desk = Desk(mine, self._sampler, self._ledger)
+        desk, tenants = Desk(mine, self._sampler, self._ledger), Tenants(mine.tenants)
         sessions = Sessions(
             settings, bus=bus, store=self._sessions, desk=desk, fleet=self._fleet, planner=self._planner, metrics=self.metrics,
             replica=replica,
         )  # fmt: skip
         self.api = Api(
-            settings, fleet=self._fleet, desk=desk, planner=self._planner, tenants=Tenants(mine.tenants), metrics=self.metrics,
+            settings, fleet=self._fleet, desk=desk, planner=self._planner, tenants=tenants, metrics=self.metrics,
             sessions=sessions, not_ready=self._not_ready,
         )  # fmt: skip
         self._server = ApiServer(self.api.app(), mine)
+        self._grpc = self._make_grpc(desk, tenants) if mine.grpc_port is not None else None
 
     @property
     def port(self) -> int:
         """The API's."""
         return self._server.port
 
+    @property
+    def grpc_port(self) -> int | None:
+        """None where gRPC isn't served, or not yet."""
+        return None if self._grpc is None else self._grpc.port
+
     def figures(self) -> Mapping[str, Any]:
         return {
             "api_port": self._server.port,
             "api_url": f"{'https' if self.settings.gateway.tls_key else 'http'}://{self.settings.gateway.host}:{self._server.port}",
-            "running": self.api.running,
+            **({} if self.grpc_port is None else {"grpc_port": self.grpc_port}),
+            "running": self.api.metering.running,
             "continued": self._sampler.continued,
             "versions": {str(version): count for version, count in self._fleet.versions().items()},
         }
@@ -74,7 +84,9 @@ class GatewayService(Service):
     async def run(self) -> None:
         await self._calls.start()
         await self._server.start()
-        self.log.info("api_listening", port=self._server.port)
+        if self._grpc is not None:
+            await self._grpc.start()
+        self.log.info("api_listening", **{name: port for name, port in self.figures().items() if name.endswith("_port")})
         parts = [
             asyncio.create_task(part, name=name)
             for name, part in (("fleet", self._fleet.run()), ("model", self._tell()), ("sweep", self._sweep()))
@@ -86,11 +98,24 @@ class GatewayService(Service):
                 task.result()
         finally:
             self.health.not_ready("draining")
-            await self._server.close(max(self.settings.service.drain_seconds - 2.0, 0.5))
+            drains = max(self.settings.service.drain_seconds - 2.0, 0.5)
+            await asyncio.gather(self._server.close(drains), *([self._grpc.close(drains)] if self._grpc is not None else []))
             for task in (*parts, ending):
                 task.cancel()
             await asyncio.gather(*parts, ending, return_exceptions=True)
             await self._calls.close()
+
+    def _make_grpc(self, desk: Desk, tenants: Tenants) -> GrpcServer:
+        try:
+            from towline.gateway.grpc_server import GrpcServer
+        except ImportError as error:
+            raise UsageError(
+                f"gateway.grpc_port needs gRPC ({error}): pip install 'towline[gateway]', or leave it out", code="gateway_grpc"
+            ) from None
+        return GrpcServer(
+            self.settings, fleet=self._fleet, desk=desk, planner=self._planner, tenants=tenants, metering=self.api.metering,
+            not_ready=self._not_ready,
+        )  # fmt: skip
 
     def _planner(self) -> Planner:
         if self._model is None:

@@ -111,6 +111,11 @@ class Scene:
         await until(up)
         return client
 
+    @property
+    def grpc_address(self) -> str:
+        """Of the last gateway, which has gateway.grpc_port."""
+        return f"127.0.0.1:{self._gateways[-1][0].grpc_port}"
+
     async def close(self) -> None:
         broken: list[BaseException] = []
         for service, running, bus, client in self._gateways:

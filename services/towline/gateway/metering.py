@@ -1,0 +1,40 @@
+"""What the API counts of its requests, whichever protocol they come by."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from towline.runtime.metrics import Metrics
+
+
+class Metering:
+    """By route; `running` requests that are at work now."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._seconds = metrics.histogram("request_seconds", "from the request to its end", ["route"])
+        self._first = metrics.histogram("first_token_seconds", "from the request to its first tokens", ["route"])
+        self._answers = metrics.counter("answers_total", "answers by route and status", ["route", "status"])
+        self._tokens = metrics.counter("tokens_total", "tokens that were sent", ["route"])
+        self.running = 0
+
+    @contextlib.contextmanager
+    def request(self, route: str, began: float) -> Iterator[None]:
+        """While it runs, since `began` (monotonic seconds)."""
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self._seconds.labels(route).observe(time.monotonic() - began)
+
+    def first_tokens(self, route: str, began: float) -> None:
+        self._first.labels(route).observe(time.monotonic() - began)
+
+    def answered(self, route: str, status: str) -> None:
+        """`status`: HTTP's number or gRPC's name."""
+        self._answers.labels(route, status).inc()
+
+    def sent(self, route: str, tokens: int) -> None:
+        self._tokens.labels(route).inc(tokens)
