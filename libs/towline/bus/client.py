@@ -23,7 +23,7 @@ from towline.bus.kv import Bucket
 from towline.bus.publish import NO_HEADERS, Created, Publisher
 from towline.bus.read import OrderedReader
 from towline.bus.topology import STREAMS, BucketSpec, ConsumerSpec, StreamSpec, Topology
-from towline.bus.wire import Blobs, Message, fetch
+from towline.bus.wire import Blobs, Message, Unsettled, fetch
 from towline.config import BusSettings
 from towline.contract.policy import PolicyMessage, decode_policy
 from towline.errors import MalformedError, MissingError, UsageError
@@ -100,6 +100,16 @@ class Bus:
         """All the messages, each the only one on its subject, as one atomic batch of at most 1,000; their sequences. None
         where others were first, with any of them; then none is stored. `headers`: of some, by their place."""
         return await self.publisher.create_all(self._stream_of([subject for subject, _ in messages]), messages, headers)
+
+    async def ack_of(self, receipt: str) -> None:
+        """A delivery's ack by whoever has its receipt. Like the delivery's own it doesn't wait; a lost one brings it again."""
+        with contextlib.suppress(Unsettled):
+            await self.connection.send(receipt, b"+ACK")
+
+    async def in_progress_of(self, receipt: str) -> None:
+        """The same for its sign of life."""
+        with contextlib.suppress(Unsettled):
+            await self.connection.send(receipt, b"+WPI")
 
     async def dead(self, stage: str, data: bytes, reason: str, **context: object) -> None:
         """Keep a message that nobody could act on, whole, with the reason and where it came from."""

@@ -44,6 +44,11 @@ class Delivery(Message):
     _reply: str = field(repr=False)
     _connection: Connection = field(repr=False)
 
+    @property
+    def receipt(self) -> str:
+        """What `Bus.ack_of` and `Bus.in_progress_of` take, in any process, for as long as the message isn't acked."""
+        return self._reply
+
     async def ack(self) -> None:
         """Done with it."""
         await self._answer(b"+ACK")

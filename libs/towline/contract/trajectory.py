@@ -41,6 +41,14 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     generate_seconds: float = 0.0
 
 
+class GivenReward(msgspec.Struct, frozen=True, kw_only=True):
+    """The reward that the sample's own client said when it finished its session; `by` is who it was to the gateway."""
+
+    value: float
+    components: dict[str, float] = {}
+    by: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """T tokens, the prompt included. Arrays are one-dimensional and as long as `tokens`."""
@@ -69,6 +77,8 @@ class Trajectory:
     engine: str
     replica: str
     timings: Timings
+    given_reward: GivenReward | None = None
+    """Counts where gateway.sessions.client_rewards allows it; else, as where there's none, a verifier judges the sample."""
 
     @property
     def version_start(self) -> int:
@@ -108,6 +118,7 @@ class _Wire(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     replica: str
     timings: Timings
+    given_reward: GivenReward | msgspec.UnsetType = msgspec.UNSET
     checksum: int
     """xxh3-64 of the bytes of tokens, loss_mask and logprobs, in this order, before packing."""
 
@@ -125,6 +136,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
     return encode(
         _Wire(
             **{name: getattr(trajectory, name) for name in _PLAIN},
+            given_reward=msgspec.UNSET if trajectory.given_reward is None else trajectory.given_reward,
             tokens=pack(trajectory.tokens, "<i4"),
             loss_mask=pack(trajectory.loss_mask, "|u1"),
             logprobs=pack(trajectory.logprobs, "<f4"),
@@ -141,6 +153,7 @@ def decode_trajectory(data: bytes) -> Trajectory:
     try:
         trajectory = Trajectory(
             **{name: getattr(wire, name) for name in _PLAIN},
+            given_reward=wire.given_reward if isinstance(wire.given_reward, GivenReward) else None,
             tokens=unpack(wire.tokens, "<i4", "tokens"),  # type: ignore[arg-type]
             loss_mask=unpack(wire.loss_mask, "|u1", "loss_mask"),  # type: ignore[arg-type]
             logprobs=unpack(wire.logprobs, "<f4", "logprobs"),  # type: ignore[arg-type]

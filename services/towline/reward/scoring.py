@@ -33,6 +33,8 @@ _log = structlog.get_logger("towline.reward")
 
 RETRY_SECONDS = (1.0, 5.0, 15.0, 30.0)
 """Before the second, third, … attempt of a verifier; the last one repeats."""
+CLIENT = "client"
+"""A score's verifier where the sample's client said the reward."""
 ROOM_SECONDS = 5.0
 """Before a score that the bus had no room or no time for is tried again."""
 
@@ -53,14 +55,23 @@ class Counts:
 class Scorer:
     """Scores deliveries of the reward consumer. `handle` never raises for what is wrong with one sample."""
 
-    def __init__(self, bus: Bus, settings: RewardSettings, verifier: Verifier, tokenizer: Tokenizer, replica: str) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        settings: RewardSettings,
+        verifier: Verifier,
+        tokenizer: Tokenizer,
+        replica: str,
+        *,
+        take_given: bool = False,
+    ) -> None:
         self.counts = Counts()
         self._bus = bus
         self._settings = settings
         self._verifier = verifier
         self._runner = Runner(verifier, timeout_seconds=settings.timeout_seconds, concurrency=settings.concurrency)
         self._tokenizer = tokenizer
-        self._replica = replica
+        self._replica, self._take_given = replica, take_given
         self._groups = Groups(bus) if settings.scope == "group" else None
         self._at_work: dict[int, tuple[Delivery, float]] = {}
         self._logged_at = 0.0
@@ -148,9 +159,7 @@ class Scorer:
         return await self._bus.last(OUTCOME, self._bus.topology.score(trajectory.group, trajectory.sample)) is not None
 
     async def _score_sample(self, stored: Stored) -> None:
-        sample = sample_of(stored.trajectory, self._tokenizer)
-        with spans.child("verify"):
-            reward = check_reward(await self._runner.run(sample), self._verifier.name)
+        (reward,) = await self._judged([stored])
         faults.point("reward.verified")
         with spans.child("score", "producer", fixed=True) as span:
             created = await self._bus.create(*self._message(stored, reward), headers=span.headers)
@@ -166,9 +175,7 @@ class Scorer:
             members = None if scored else await groups.complete(stored)
             if members is None:
                 return
-            samples = [sample_of(member.trajectory, self._tokenizer) for member in members]
-            with spans.child("verify"):
-                rewards = check_rewards(await self._runner.run(samples), len(samples), self._verifier.name)
+            rewards = await self._judged(members)
             messages = [self._message(member, reward) for member, reward in zip(members, rewards, strict=True)]
             faults.point("reward.verified")
             made = [spans.follow("score", member.headers, "producer", fixed=True) for member in members]
@@ -180,6 +187,24 @@ class Scorer:
             self._count(won, rewards)
             faults.point("reward.published")
             groups.close(number)
+
+    async def _judged(self, members: list[Stored]) -> list[Reward]:
+        """One reward a member: what its client said, where the run lets it, else the verifier's."""
+        given = [self._given(member) for member in members]
+        found = [check_reward(said, CLIENT) for said in given if said is not None]
+        if len(found) == len(members):
+            return found
+        samples = [sample_of(member.trajectory, self._tokenizer) for member in members]
+        with spans.child("verify"):
+            if self._groups is None:
+                judged = [check_reward(await self._runner.run(samples[0]), self._verifier.name)]
+            else:
+                judged = check_rewards(await self._runner.run(samples), len(samples), self._verifier.name)
+        return [own if said is None else check_reward(said, CLIENT) for said, own in zip(given, judged, strict=True)]
+
+    def _given(self, stored: Stored) -> Reward | None:
+        given = stored.trajectory.given_reward
+        return None if given is None or not self._take_given else Reward(given.value, given.components)
 
     def _count(self, won: bool, rewards: list[Reward]) -> None:
         if won:
@@ -201,7 +226,7 @@ class Scorer:
             trajectory_digest=stored.digest,
             reward=reward.value,
             components=reward.components,
-            verifier=self._verifier.name,
+            verifier=self._verifier.name if self._given(stored) is None else CLIENT,
             policy_tokens=trajectory.policy_tokens,
             total_tokens=trajectory.tokens.size,
             version_spans=trajectory.version_spans,

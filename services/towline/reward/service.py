@@ -37,7 +37,10 @@ class RewardService(Service):
         super().__init__(settings, bus=bus, objects=objects, replica=replica)
         verifier = load_verifier(settings.reward.function, settings.reward.arguments)
         tokenizer = stored_tokenizer(objects, settings.run.name)
-        self._scorer = Scorer(bus, settings.reward, verifier, tokenizer, f"{self.name}.{replica}")
+        self._scorer = Scorer(
+            bus, settings.reward, verifier, tokenizer, f"{self.name}.{replica}",
+            take_given=settings.gateway.sessions.client_rewards,
+        )  # fmt: skip
         self._at_work: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()
 
