@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import structlog
 from msgspec import UNSET, UnsetType
 
-from towline import faults
+from towline import faults, spans
 from towline.buffer.decide import decide, unknown_versions
 from towline.buffer.dump import encode_state
 from towline.buffer.figures import waiting_for
@@ -26,12 +26,13 @@ from towline.buffer.floors import final_depth
 from towline.buffer.janitor import Janitor
 from towline.buffer.leftovers import Leftovers
 from towline.buffer.prompting import load_run
-from towline.buffer.records import chunks
+from towline.buffer.records import Chunk, chunks
 from towline.buffer.regression import StreamWatch, check_control, mend
 from towline.buffer.replay import apply_outcome, read_control, read_outcomes, rebuild
 from towline.buffer.requests import Requests
 from towline.buffer.rules import Rules
 from towline.buffer.state import State
+from towline.buffer.traces import Traces
 from towline.buffer.view import Sources, Unit, View
 from towline.buffer.waiting import Waiting
 from towline.bus.client import Bus, Message
@@ -95,12 +96,16 @@ class Leader:
         self._suspect = False
         """TRAJECTORY or OUTCOME has lost messages: what is open has to be looked over."""
         self._waiting = Waiting()
+        self._traces: Traces | None = None
         self._say = structlog.get_logger("towline.buffer")
 
     async def lead(self, draining: asyncio.Event) -> None:
         """`FencedError` when another buffer took over. `UnavailableError`: call again, everything is read anew."""
         self._tell("replaying: reading CONTROL and OUTCOME")
         await self._take_over()
+        if spans.tracer is not None:
+            born = (await self._bus.stream_state(CONTROL)).created_at
+            self._traces = Traces(spans.tracer, self._settings.run.name, str(born))
         await self._read_log()
         self._take_entries()
         await check_control(self._bus, self.state, self.lineage, _batch_cursor(self._log))
@@ -223,6 +228,8 @@ class Leader:
     async def _take_outcomes(self) -> None:
         for _ in range(min(len(self._outcomes), OUTCOMES_AT_A_TIME)):
             message = self._outcomes.popleft()
+            if self._traces is not None:
+                self._traces.take(message)
             fault = apply_outcome(self.state, message.data, message.sequence)
             if fault is not None:
                 self._say.warning("outcome_malformed", sequence=message.sequence, reason=fault)
@@ -253,13 +260,25 @@ class Leader:
         for chunk in chunks(units, self._bus.topology, self._control.stamp):
             for kind in chunk.kinds:
                 faults.point(f"buffer.before_{kind}")
-            sequences = await self._control.append_atomic(chunk.messages)
+            sequences = await self._append_chunk(chunk)
             for kind in chunk.kinds:
                 faults.point(f"buffer.{kind}_appended")
             for record, sequence in zip(chunk.records, sequences, strict=True):
                 self.state.apply(record, sequence)
                 if not isinstance(record, TaskRecord):
                     self._say.debug("appended", kind=type(record).__name__, sequence=sequence)
+
+    async def _append_chunk(self, chunk: Chunk) -> list[int]:
+        if self._traces is None:
+            return await self._control.append_atomic(chunk.messages)
+        traced = self._traces.begin(chunk)
+        try:
+            sequences = await self._control.append_atomic(chunk.messages, traced.headers)
+        except BaseException as error:
+            traced.end(error)
+            raise
+        traced.end()
+        return sequences
 
     async def _snapshot(self) -> None:
         """The state as a blob and the record that names it. A store that is away only puts it off."""
