@@ -32,6 +32,10 @@ class Context(NamedTuple):
     def traceparent(self) -> str:
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-01"
 
+    @property
+    def headers(self) -> dict[str, str]:
+        return {TRACEPARENT: self.traceparent}
+
 
 class Span(Protocol):
     """One piece of work. `with span:` makes it the one whose children `child` makes, and ends it, failed where that raises."""
@@ -154,9 +158,12 @@ def request(name: str, traceparent: str | None) -> Span:
     return tracer.start(name, None, kind="server", trace_id=trace_id) if tracer.sampled(trace_id) else NOTHING
 
 
-def of_version(name: str, write_id: str) -> Span:
-    """A span below the commit of the version with this WRITE_ID. Versions are few: all of them are traced."""
-    return NOTHING if tracer is None else tracer.start(name, fixed_context(version_trace(write_id), COMMIT))
+def of_version(name: str, write_id: str, *, committed: bool) -> Span:
+    """A span below the commit of the version with this WRITE_ID; not `committed`: the base model's. All versions are traced."""
+    if tracer is None:
+        return NOTHING
+    trace_id = version_trace(write_id)
+    return tracer.start(name, fixed_context(trace_id, COMMIT) if committed else None, trace_id=trace_id)
 
 
 COMMIT = "version.commit"

@@ -17,10 +17,10 @@ from typing import Literal
 
 import structlog
 
-from towline import faults
+from towline import faults, spans
 from towline.bus.client import Bus
 from towline.config import Settings
-from towline.contract.entries import LogEntry
+from towline.contract.entries import BaseEntry, LogEntry
 from towline.contract.policy import Ack, Served
 from towline.engine.base import Activation, Engine
 from towline.errors import EngineError
@@ -34,6 +34,7 @@ from towline.replica.proof import Proof, prove
 from towline.replica.registry import Registry
 from towline.replica.states import State, StateMachine
 from towline.replica.target import EvalHolds, Subscription, choose
+from towline.spans import Span
 from towline.store.lineage import Lineage
 from towline.store.log import Log
 from towline.store.objects import ObjectStore
@@ -228,7 +229,10 @@ class Replica:
         """Prepare the version and serve it, or leave things as they are."""
         self._go("preparing", f"version {version}")
         try:
-            taken = await self._preparer.prepare(version, lambda: self._wanted() == version)
+            with self._span("version.prepare", version) as span:
+                taken = await self._preparer.prepare(version, lambda: self._wanted() == version)
+                if span and taken is not None:
+                    span.set(wire_bytes=taken.wire_bytes)
         except VersionFailedError as error:
             self._fail(version, str(error))
             taken = None
@@ -245,21 +249,34 @@ class Replica:
             return
         faults.point("replica.prepared")
         self._go("activating", f"version {version}")
-        await self._activate(taken)
+        with self._span("version.activate", version) as span:
+            await self._activate(taken, span)
 
-    async def _activate(self, taken: Taken) -> None:
+    def _span(self, name: str, version: int) -> Span:
+        if spans.tracer is None:
+            return spans.NOTHING
+        entry = self._log.entry(version)
+        span = spans.of_version(name, entry.write_id, committed=not isinstance(entry, BaseEntry))
+        span.set(replica=self.name, version=version)
+        return span
+
+    async def _activate(self, taken: Taken, span: Span) -> None:
         copy, before = taken.copy, self._good
         mode: Mode = self._mode if self.version is not None else "initial"
         changed = await self._preparer.changed(taken, before, self._engine.version)
         self._verdicts[copy.version] = asyncio.get_running_loop().create_future()
         try:
-            activation = await self._write(copy, changed)
+            with spans.child("engine.activate", "client"):
+                activation = await self._write(copy, changed)
         except EngineError as error:
             self._fail(copy.version, str(error))
             self._engine.health()
         else:
             faults.point("replica.activated")
-            proof = await prove(self._engine, copy, activation)
+            with spans.child("version.prove"):
+                proof = await prove(self._engine, copy, activation)
+            if span:
+                span.set(mode=mode, pause_seconds=activation.pause_seconds, probe_difference=proof.difference)
             if proof.doubt is None:
                 if before is not None:
                     before.release()
@@ -269,6 +286,7 @@ class Replica:
                 await self._advertise(taken, activation, proof, mode)
                 return
             self._fail(copy.version, proof.doubt)
+            span.fail(proof.doubt)
         if before is not None and self._engine.version != before.version:
             await self._return_to(before, copy, changed)
         copy.release()

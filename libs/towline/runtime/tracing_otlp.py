@@ -181,7 +181,7 @@ class OtlpSpan:
 
     @property
     def headers(self) -> dict[str, str]:
-        return {spans.TRACEPARENT: self.context.traceparent}
+        return self.context.headers
 
     def set(self, **attributes: Value | Sequence[int] | None) -> None:
         for name, value in attributes.items():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from towline import faults
+from towline import faults, spans
 from towline.config import PublisherSettings
 from towline.contract.entries import BaseEntry, LogEntry, VersionEntry, encode_entry
 from towline.contract.policy import Committed, Refused, Staged
@@ -105,15 +105,19 @@ class PublisherCore:
         try:
             manifest = read_manifest(self._objects, staged.folder, staged.manifest_digest)
             self._check_facts(staged, manifest)
-            if self._settings.verify == "reapply":
-                candidate = reapply(self._objects, manifest, self.copy.candidate())
-            else:
-                check_sent(self._objects, manifest)
+            with spans.child("version.verify"):
+                if self._settings.verify == "reapply":
+                    candidate = reapply(self._objects, manifest, self.copy.candidate())
+                else:
+                    check_sent(self._objects, manifest)
         except (CorruptError, MissingError) as error:
             raise _Refusal(error.code, error.message) from error
         verified = time.perf_counter()
         faults.point("publisher.verified")
-        entry = self.log.append(lambda log: self._entry(log, staged, manifest, verified - began))
+        with spans.child(spans.COMMIT, "producer", fixed=True) as span:
+            entry = self.log.append(lambda log: self._entry(log, staged, manifest, verified - began))
+            if span:
+                span.set(version=entry.number, epoch=staged.epoch, base=staged.base, depth=manifest.facts.depth)
         faults.point("publisher.committed")
         commit_seconds = time.perf_counter() - verified
         if candidate is not None:

@@ -16,7 +16,7 @@ from typing import Literal
 
 import structlog
 
-from towline import faults
+from towline import faults, spans
 from towline.bus.client import Bus, Consumer, Delivery
 from towline.bus.topology import IN_PROGRESS_SHARE, PUBLISHER_ACK_WAIT_SECONDS
 from towline.config import Settings
@@ -83,6 +83,12 @@ class Publishing:
             await self._handle(deliveries[0])
 
     async def _handle(self, delivery: Delivery) -> None:
+        with spans.follow("version.publish", delivery.headers) as span:
+            if span:
+                span.set(delivery=delivery.num_delivered)
+            await self._decide(delivery)
+
+    async def _decide(self, delivery: Delivery) -> None:
         faults.point("publisher.received")
         try:
             staged = decode_policy(delivery.data)
@@ -110,7 +116,9 @@ class Publishing:
                 await asyncio.to_thread(self.core.log.write_hint, self._anchorer.known)
             faults.point("publisher.hinted")
         kind = "committed" if isinstance(verdict, Committed) else "refused"
-        await self._bus.publish(self._bus.topology.policy(kind), encode(verdict))
+        committed = spans.current.get() if isinstance(verdict, Committed) else None
+        headers = None if committed is None else spans.fixed_context(committed.trace_id, spans.COMMIT).headers
+        await self._bus.publish(self._bus.topology.policy(kind), encode(verdict), headers=headers)
 
     async def _maybe_anchor(self) -> None:
         if self._anchor is not None and not self._anchor.done():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
 
 from towline.bus.client import Bus
 from towline.bus.topology import CONTROL
@@ -18,6 +18,7 @@ class BatchAt:
 
     record: BatchRecord
     sequence: int
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,4 +55,4 @@ class Feed:
                             code="batch_order",
                         )
                     wanted += 1
-                    yield BatchAt(record, message.sequence)
+                    yield BatchAt(record, message.sequence, message.headers)

@@ -14,12 +14,13 @@ from typing import TypeVar
 import msgspec
 import structlog
 
-from towline import faults
+from towline import faults, spans
 from towline.bus.client import Bus
 from towline.contract.codec import encode
 from towline.contract.entries import VersionEntry
 from towline.contract.policy import Staged
 from towline.errors import FullError, InvariantError, TowlineError, UnavailableError
+from towline.spans import Context, Span
 from towline.store import checkpoints, versions
 from towline.store.keys import new_write_id
 from towline.store.objects import ObjectStore
@@ -44,6 +45,8 @@ class Snapshot:
     facts: versions.VersionFacts
     checkpoint: bool
     """Whether they have the learner's files at this very moment too: the version is due a checkpoint."""
+    steps: tuple[Context, ...] = ()
+    """The spans of what was trained since the last snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +76,17 @@ class Stager:
 
         `FencedError` where another trainer took over; `InvariantError` (commit_failed) after `MAX_REFUSALS` refusals.
         """
-        begun = time.monotonic()
+        begun, begun_at = time.monotonic(), time.time()
         snapshot = await self._save_checkpoint(snapshot)
         for refusals in range(MAX_REFUSALS):
+            upload_at = time.time()
             staged = await self._upload(snapshot)
+            span = _stage_span(staged, snapshot, begun_at, upload_at)
             try:
-                entry = await self._commit(staged)
+                with span:
+                    entry = await self._commit(staged, span.headers)
+                    if span:
+                        span.set(version=entry.number, wire_bytes=entry.wire_bytes, density=entry.density)
             except _Refused as refused:
                 self._watch.check()
                 self.trouble = "commit_failed"
@@ -123,7 +131,7 @@ class Stager:
             epoch=self._epoch, base=self.head, write_id=write_id, folder=manifest.folder, manifest_digest=manifest.digest
         )
 
-    async def _commit(self, staged: Staged) -> VersionEntry:
+    async def _commit(self, staged: Staged, headers: dict[str, str] | None) -> VersionEntry:
         """Send `staged`, again while nothing comes of it, until the entry stands."""
         log = self._watch.log
         send_at, since = 0.0, time.monotonic()
@@ -138,18 +146,18 @@ class Stager:
                 raise _Refused(reason)
             now = time.monotonic()
             if now >= send_at:
-                await self._send(staged)
+                await self._send(staged, headers)
                 send_at = now + RESEND_SECONDS
             if now - since > 2 * RESEND_SECONDS:
                 self.trouble = "commit_waits"
             await self._watch.wait(change, max(send_at - time.monotonic(), 0.01))
 
-    async def _send(self, staged: Staged) -> None:
+    async def _send(self, staged: Staged, headers: dict[str, str] | None) -> None:
         """A bus that is away or full isn't an error here: it is sent again."""
         try:
             await self._watch.read_refusal()
             if self._watch.refusal(staged.write_id) is None:
-                await self._bus.publish(self._bus.topology.policy("staged"), encode(staged))
+                await self._bus.publish(self._bus.topology.policy("staged"), encode(staged), headers=headers)
                 faults.point("trainer.staged")
         except FullError:
             self.trouble = "bus_full"
@@ -173,6 +181,19 @@ class Stager:
             else:
                 self.trouble = None
                 return result
+
+
+def _stage_span(staged: Staged, snapshot: Snapshot, begun_at: float, upload_at: float) -> Span:
+    """The version's first span: from the snapshot, through checkpoint and upload, to its commit."""
+    tracer = spans.tracer
+    if tracer is None:
+        return spans.NOTHING
+    own = spans.fixed_context(spans.version_trace(staged.write_id), spans.STAGE)
+    span = tracer.start(spans.STAGE, None, kind="producer", own=own, links=snapshot.steps, at=begun_at)
+    facts = snapshot.facts
+    span.set(epoch=staged.epoch, base=staged.base, write_id=staged.write_id, depth=facts.depth, checkpoint=facts.checkpoint)
+    tracer.start("version.upload", own, kind="client", at=upload_at).end()
+    return span
 
 
 class _Refused(TowlineError):

@@ -16,13 +16,14 @@ from typing import Any
 
 import structlog
 
-from towline import faults
+from towline import faults, spans
 from towline.config import Settings
 from towline.contract.control import EndRecord
 from towline.contract.entries import Probe
 from towline.errors import InvariantError, UnavailableError
 from towline.learner.base import StepReport
 from towline.learner.rows import Gathered
+from towline.spans import Context
 from towline.store.versions import VersionFacts
 from towline.trainer.crew import RANK_LOST, Crew
 from towline.trainer.feed import BatchAt, Feed
@@ -55,6 +56,8 @@ class Unstaged:
     skipped: list[int] = field(default_factory=list)
     missing_rows: int = 0
     skip_reasons: Counter[str] = field(default_factory=Counter)
+    steps: list[Context] = field(default_factory=list)
+    """The spans of the batches' steps, where those are traced."""
 
 
 class Training:
@@ -149,7 +152,9 @@ class Training:
                 if isinstance(item, EndRecord):
                     yield item
                     return
-                yield Work(item, await self._gather(item))
+                with spans.follow("train.gather", item.headers):
+                    gathered = await self._gather(item)
+                yield Work(item, gathered)
         raise InvariantError("CONTROL can't be followed any more", code="feed")
 
     async def _gather(self, batch: BatchAt) -> Gathered:
@@ -179,8 +184,16 @@ class Training:
             raise InvariantError(f"a batch for depth {record.for_depth} at depth {self._depth}", code="batch_order")
         faults.point("trainer.batch")
         begun = time.monotonic()
-        report: StepReport = await asyncio.to_thread(self._crew.train, record.for_depth)
+        with spans.follow("train.step", work.batch.headers) as span:
+            report: StepReport = await asyncio.to_thread(self._crew.train, record.for_depth)
+            if span:
+                span.set(
+                    for_depth=record.for_depth, rows=report.rows, tokens=report.tokens, loss=report.loss,
+                    reward_mean=gathered.reward_mean, missing_rows=gathered.missing_rows, trained=report.trained,
+                )  # fmt: skip
         seconds = time.monotonic() - begun
+        if span.context is not None:
+            self._unstaged.steps.append(span.context)
         faults.point("trainer.trained")
         self._depth += 1
         self._cursor = work.batch.sequence
@@ -222,7 +235,7 @@ class Training:
             probe=probe,
             skip_reasons=dict(unstaged.skip_reasons),
         )
-        return Snapshot(facts=facts, checkpoint=due)
+        return Snapshot(facts=facts, checkpoint=due, steps=tuple(unstaged.steps))
 
     def _take_commit(self, committed: Committed) -> None:
         entry = committed.entry
