@@ -6,13 +6,16 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from typing import Literal
 
 from towline.bundle.source import Source
+from towline.bundle.states import STATES, States, read_states
 from towline.bus.client import Message
 from towline.bus.topology import OUTCOME, TRAJECTORY
+from towline.contract.groups import group_token
 from towline.contract.outcome import Score, decode_outcome
 from towline.contract.trajectory import Trajectory, decode_trajectory
-from towline.errors import MalformedError
+from towline.errors import MalformedError, UsageError
 
 FEW = 64
 """So many scores are asked for one by one; for more, the stream is read."""
@@ -33,6 +36,19 @@ class Filter:
     reward: tuple[float, float] | None = None
     time: tuple[float, float] | None = None
     """Unix seconds of its arrival in the stream."""
+    environment: str | None = None
+    """As its task names it: an import path, or what the run's settings say."""
+    state: str | None = None
+    """One of `bundle.states.STATES`."""
+
+    def __post_init__(self) -> None:
+        if self.state is not None and self.state not in STATES:
+            raise UsageError(f"--state {self.state!r}: use one of {', '.join(STATES)}", code="state")
+
+    @property
+    def needs_decisions(self) -> bool:
+        """Whether CONTROL tells."""
+        return self.environment is not None or self.state is not None
 
     @property
     def needs_contents(self) -> bool:
@@ -40,7 +56,7 @@ class Filter:
         return self != Filter(group=self.group)
 
     def takes(self, trajectory: Trajectory, at: float) -> bool:
-        """Of everything but the reward."""
+        """Of everything but the reward and what CONTROL tells."""
         t = trajectory
         wanted = ((self.group, t.group), (self.lane, t.lane), (self.finish, t.finish), (self.replica, t.replica))
         if any(want is not None and want != found for want, found in wanted):
@@ -68,21 +84,42 @@ class Selected:
     trajectory: Trajectory | None
     score: Score | None
     problem: str | None = None
+    state: str | None = None
+    """Where it was asked for."""
 
 
 async def select(source: Source, wanted: Filter) -> AsyncGenerator[Selected, None]:
     """In the stream's order. Messages that can't be decoded come too, where nothing but the group is asked for."""
     scores = await read_scores(source, wanted.group)
+    states = await read_states(source) if wanted.needs_decisions else None
     async with contextlib.aclosing(_plain(source, wanted, 1)) as found:
         async for item in found:
             score = scores.get((item.trajectory.group, item.trajectory.sample)) if item.trajectory else None
-            if wanted.takes_reward(score):
-                yield Selected(item.message, item.trajectory, score, item.problem)
+            state = _decided(source, wanted, states, item, score)
+            if wanted.takes_reward(score) and state is not False:
+                yield Selected(item.message, item.trajectory, score, item.problem, state)
+
+
+def _decided(
+    source: Source, wanted: Filter, states: States | None, item: Selected, score: Score | None
+) -> str | Literal[False] | None:
+    """The sample's state, where it's asked for; False where the filter doesn't take it."""
+    if states is None:
+        return None
+    t = item.trajectory
+    if t is None:
+        return False
+    if wanted.environment is not None and states.environment(t.group) != wanted.environment:
+        return False
+    if wanted.state is None:
+        return None
+    state = states.state(source, t.group, t.sample, item.message.data, scored=score is not None)
+    return state if state == wanted.state else False
 
 
 async def newest(source: Source, wanted: Filter, count: int) -> list[Selected]:
     """The last `count`, the newest last; of a long stream no more is read than that needs."""
-    if wanted.reward is not None or count > FEW:
+    if wanted.reward is not None or wanted.needs_decisions or count > FEW:
         async with contextlib.aclosing(select(source, wanted)) as chosen:
             return list(deque([item async for item in chosen], count))
     start = 1
@@ -109,7 +146,7 @@ async def score_of(source: Source, group: int, sample: int) -> Score | None:
 
 async def read_scores(source: Source, group: int | None = None) -> dict[tuple[int, int], Score]:
     """(group, sample) -> its score."""
-    subject = source.topology.subject(f"outcome.score.{'*' if group is None else group}.*")
+    subject = source.topology.subject(f"outcome.score.{'*' if group is None else group_token(group)}.*")
     found: dict[tuple[int, int], Score] = {}
     async with contextlib.aclosing(source.read(OUTCOME, subjects=[subject])) as messages:
         async for message in messages:
@@ -120,7 +157,7 @@ async def read_scores(source: Source, group: int | None = None) -> dict[tuple[in
 
 
 async def _plain(source: Source, wanted: Filter, start: int) -> AsyncGenerator[Selected, None]:
-    subjects = None if wanted.group is None else [source.topology.subject(f"trajectory.{wanted.group}.*")]
+    subjects = None if wanted.group is None else [source.topology.subject(f"trajectory.{group_token(wanted.group)}.*")]
     async with contextlib.aclosing(source.read(TRAJECTORY, start=start, subjects=subjects)) as messages:
         async for message in messages:
             try:

@@ -48,6 +48,8 @@ def replay(
     lane: trajectories.Lane = None,
     prompt: trajectories.Prompt = None,
     time: trajectories.Times = None,
+    environment: trajectories.Environment = None,
+    state: trajectories.State = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many trajectories.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -56,7 +58,7 @@ def replay(
         raise UsageError("give one of --verify, --to FILE|screen and --rescore MODULE:FUNCTION", code="replay_mode")
     if code is not None:
         sys.path.insert(0, str(code.resolve()))
-    wanted = trajectories.make_filter(group, version, reward, finish, replica, lane, prompt, time)
+    wanted = trajectories.make_filter(group, version, reward, finish, replica, lane, prompt, time, environment, state)
     if verify:
         _verify(target, start, until, _overrides(settings or []), go_on, as_json)
     elif to is not None:

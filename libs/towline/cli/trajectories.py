@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from towline.cli.source import SourceArgument, open_source
-from towline.contract.groups import parse_group
+from towline.contract.groups import group_token, parse_group
 from towline.errors import MissingError, UsageError
 
 if TYPE_CHECKING:
@@ -22,14 +24,24 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Sampled trajectories of a run.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON: a line for each trajectory.")]
-Group = Annotated[int | None, typer.Option(help="Only this group's.")]
+Group = Annotated[str | None, typer.Option(help="Only this group's: 12, or ext-12 for one from outside.")]
 Versions = Annotated[str | None, typer.Option(metavar="FROM:TO", help="A policy token is of a version in this range.")]
 Rewards = Annotated[str | None, typer.Option("--reward", metavar="FROM:TO", help="The reward is in this range.")]
 Finish = Annotated[str | None, typer.Option(help="stop, length, tool_limit or deadline.")]
 Replica = Annotated[str | None, typer.Option(help="Only what this replica sampled.")]
 Lane = Annotated[str | None, typer.Option(help="train or eval.")]
 Prompt = Annotated[str | None, typer.Option(metavar="SOURCE[:INDEX[:EPOCH]]", help="Only of this prompt.")]
-Times = Annotated[str | None, typer.Option("--time", metavar="FROM:TO", help="Unix seconds of their arrival.")]
+Times = Annotated[
+    str | None,
+    typer.Option(
+        "--time", metavar="FROM..TO", help="When they arrived: Unix seconds, or 2026-05-01T12:30 (UTC where no zone stands)."
+    ),
+]
+Environment = Annotated[str | None, typer.Option(help="Only of this environment, as the tasks name it.")]
+State = Annotated[
+    str | None,
+    typer.Option(help="What became of them: trained, skipped, missing, batched, evaluated, dropped, scored or generated."),
+]
 
 
 @app.command("list")
@@ -43,11 +55,13 @@ def list_trajectories(
     lane: Lane = None,
     prompt: Prompt = None,
     time: Times = None,
+    environment: Environment = None,
+    state: State = None,
     last: Annotated[int, typer.Option("--limit", "--last", min=1, help="At most so many, the newest.")] = 20,
     as_json: Json = False,
 ) -> None:
     """The newest trajectories, the newest last, with their rewards."""
-    wanted = make_filter(group, version, reward, finish, replica, lane, prompt, time)
+    wanted = make_filter(group, version, reward, finish, replica, lane, prompt, time, environment, state)
     for item in asyncio.run(_list(target, wanted, last)):
         print(json.dumps(row_of(item)) if as_json else line_of(item))
 
@@ -110,7 +124,7 @@ def export_bundle(
 
 
 def make_filter(
-    group: int | None,
+    group: str | None,
     versions: str | None,
     reward: str | None,
     finish: str | None,
@@ -118,20 +132,27 @@ def make_filter(
     lane: str | None,
     prompt: str | None,
     time: str | None,
+    environment: str | None,
+    state: str | None,
 ) -> Filter:
     """The options as a filter; `UsageError` for a range that is none."""
     from towline.bundle.select import Filter
 
     numbers = _range(versions, "--version")
+    number = None if group is None else parse_group(group)
+    if group is not None and number is None:
+        raise UsageError(f"--group {group!r}: give its number, as in 12, or ext-12 for one from outside", code="group")
     return Filter(
-        group=group,
+        group=number,
         lane=lane,
         finish=finish,
         replica=replica,
         prompt=prompt,
         versions=None if numbers is None else (int(max(numbers[0], 0)), int(min(numbers[1], 2**53))),
         reward=_range(reward, "--reward"),
-        time=_range(time, "--time"),
+        time=_range(time, "--time", _moment),
+        environment=environment,
+        state=state,
     )
 
 
@@ -140,6 +161,7 @@ def row_of(item: Selected) -> dict[str, Any]:
     row = {"sequence": item.message.sequence, "subject": item.message.subject, "at": item.message.at, "problem": item.problem}
     if item.trajectory is not None:
         row |= _facts(item.trajectory) | {"reward": item.score.reward if item.score else None}
+        row |= {} if item.state is None else {"state": item.state}
     return row
 
 
@@ -149,10 +171,11 @@ def line_of(item: Selected) -> str:
     if found is None:
         return f"{sequence:>8}  {item.message.subject}  malformed: {item.problem}"
     reward = "-" if item.score is None else f"{item.score.reward:.3f}"
-    name = f"{found.group}.{found.sample}"
+    name = f"{group_token(found.group)}.{found.sample}"
+    state = "" if item.state is None else f"  {item.state}"
     return (
         f"{sequence:>8}  {name:>12}  {found.lane:5}  versions {found.version_start}-{found.version_end}  "
-        f"{found.policy_tokens} of {found.tokens.size} tokens  {found.finish:8}  reward {reward}"
+        f"{found.policy_tokens} of {found.tokens.size} tokens  {found.finish:8}  reward {reward}{state}"
     )
 
 
@@ -219,13 +242,27 @@ def _text(objects: ObjectStore, run: str, trajectory: Trajectory) -> dict[str, s
         return None
 
 
-def _range(text: str | None, option: str) -> tuple[float, float] | None:
-    """FROM:TO, either of which may be left out; one number is a range of its own."""
+def _moment(text: str) -> float:
+    """Unix seconds, from a number or a date and time."""
+    try:
+        return float(text)
+    except ValueError:
+        moment = datetime.datetime.fromisoformat(text)
+        return (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp()
+
+
+def _range(text: str | None, option: str, read: Callable[[str], float] = float) -> tuple[float, float] | None:
+    """FROM..TO, of numbers also FROM:TO; either may be left out, and one value is a range of its own."""
     if text is None:
         return None
-    low, colon, high = text.partition(":")
+    numbers = not set(text) - set("0123456789.:-+einf")  # a time has colons of its own
+    low, mark, high = text.partition(".." if ".." in text or not numbers else ":")
     try:
-        first = float(low) if low else -math.inf
-        return first, (float(high) if high else math.inf) if colon else first
+        first = read(low) if low else -math.inf
+        last = (read(high) if high else math.inf) if mark else first
     except ValueError:
-        raise UsageError(f"{option} {text!r}: use FROM:TO with numbers, either may be left out", code="range") from None
+        what = "numbers" if read is float else "Unix seconds, or times as in 2026-05-01T12:30"
+        raise UsageError(f"{option} {text!r}: use FROM..TO with {what}, either may be left out", code="range") from None
+    if not first <= last:
+        raise UsageError(f"{option} {text!r}: it ends before it begins", code="range")
+    return first, last

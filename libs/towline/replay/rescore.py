@@ -12,6 +12,7 @@ import numpy as np
 
 from towline.bundle.select import Filter, Selected, select
 from towline.bundle.source import Source
+from towline.contract.groups import group_token
 from towline.errors import UsageError, VerifierError
 from towline.verifiers.base import Reward, check_reward, check_rewards, load_verifier, sample_of
 from towline.verifiers.runner import Runner
@@ -31,6 +32,10 @@ class Rescored:
     reward: float | None
     components: dict[str, float] = field(default_factory=dict)
     problem: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{group_token(self.group)}.{self.sample}"
 
     @property
     def difference(self) -> float:
@@ -80,12 +85,12 @@ class RescoreReport:
             yield f"  mean {found['mean_recorded']:.4f} -> {found['mean']:.4f}, correlation {correlation}"
         changed = sorted((s for s in self.samples if s.difference), key=lambda s: -abs(s.difference))
         for sample in changed[:SHOWN]:
-            name = f"{sample.group}.{sample.sample}"
+            name = sample.name
             yield f"  {name:>12}  {sample.recorded:.4f} -> {sample.reward:.4f}  {sample.difference:+.4f}"
         if len(changed) > SHOWN:
             yield f"  … and {len(changed) - SHOWN} more; --json lists all"
         for sample in [s for s in self.samples if s.problem is not None][:SHOWN]:
-            yield f"  {f'{sample.group}.{sample.sample}':>12}  {sample.problem}"
+            yield f"  {sample.name:>12}  {sample.problem}"
 
 
 async def rescore(

@@ -10,6 +10,7 @@ from typing import IO, Any, Protocol
 
 from towline.bundle.select import Selected
 from towline.contract.codec import digest
+from towline.contract.groups import group_token
 from towline.errors import UsageError
 
 
@@ -103,6 +104,6 @@ def brief(item: Selected) -> str:
     reward = "-" if score is None else f"{score.reward:.3f}"
     versions = str(t.version_start) if t.version_start == t.version_end else f"{t.version_start}-{t.version_end}"
     return (
-        f"{item.message.at:.3f}  {f'{t.group}.{t.sample}':>12}  {t.lane:5}  version {versions:>7}  "
+        f"{item.message.at:.3f}  {f'{group_token(t.group)}.{t.sample}':>12}  {t.lane:5}  version {versions:>7}  "
         f"{t.policy_tokens:>6} tokens  {t.finish:8}  reward {reward:>7}  {t.replica}"
     )

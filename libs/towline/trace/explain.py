@@ -7,16 +7,25 @@ from towline.trace.life import BatchSeen, Fate, Life, VersionSeen
 
 DROPPED = {
     "deadline": "its group wasn't complete within buffer.group_deadline_seconds",
+    "attempts": "one of its samples failed buffer.max_attempts times",
+    "failed": "one of its samples failed for good, as nothing would have mended it",
+    "malformed": "a sample's trajectory couldn't be decoded",
+    "verify_failed": "a sample of the group couldn't be scored",
+    "verify_failed_all": "reward.max_failed_groups groups in a row couldn't be scored, and the run ended",
     "stale": "a token's version was more than buffer.max_staleness depths behind the next batch",
     "off_line": "a token's version went off the line, and buffer.off_line drops such groups",
     "unknown_version": "it names a version that the LOG doesn't have",
-    "attempts": "one of its samples failed buffer.max_attempts times",
+    "all_masked": "every token of the group was over the bound, so that masking left nothing to train on",
+    "wrong_version": "a sample came from another version than the one to be evaluated",
     "version_gone": "the version to be evaluated can't be had any more, or took longer than eval.deadline_seconds",
+    "trajectory_lost": "a sample's trajectory was lost with the end of its stream",
+    "equal_rewards": "every sample had the same reward, which teaches nothing, and buffer.filter_equal_rewards is on",
+    "max_resample_rounds": "in buffer.max_resample_rounds rounds fewer groups than buffer.min_batch_groups had a signal",
+    "min_batch_groups": "the prompts ended with fewer groups left than buffer.min_batch_groups",
+    "unpaced": "a group from outside: nothing had room for it, or buffer.external turns such groups away",
     "end_of_run": "the run had all its steps before the group was batched",
-    "verify": "a sample of the group couldn't be scored",
-    "malformed": "a sample's trajectory couldn't be decoded",
 }
-"""Reason of a drop -> what it means; a stage of a failure may be one, too."""
+"""Reason of a drop -> what it means."""
 
 
 def explain(life: Life, settings: Settings) -> tuple[Fate, str]:
@@ -62,11 +71,23 @@ def _batched(life: Life, batch: BatchSeen) -> tuple[Fate, str]:
     if len(rewards) == 1 and len(life.group_rewards) == life.group_size:
         signal = "; every sample of its group has the same reward, so its advantage is 0"
     lost = f"; {version.missing_rows} rows of that version were missing" if version.missing_rows else ""
-    return "trained", f"in {where}, trained into {into}{signal}{lost}{after}"
+    over = ""
+    if batch.over_stale is not None:
+        done = "had no gradient" if batch.over_stale == "mask" else "were trained all the same"
+        over = f"; {batch.over_stale_tokens} of its tokens were over the staleness bound and {done}"
+    return "trained", f"in {where}, trained into {into}{signal}{over}{lost}{after}"
 
 
 def _dropped(life: Life, reason: str) -> str:
-    text = f"its group was dropped: {reason}"
+    """Why, what this sample had to do with it, and where its prompt went."""
+    text = _why(life, reason)
+    if life.prompt_again_in is not None:
+        return f"{text}; its prompt is in group {life.prompt_again_in} again"
+    return f"{text}; its prompt is admitted again, as a new group" if life.requeued else text
+
+
+def _why(life: Life, reason: str) -> str:
+    text = f"its group was {'dropped' if life.admitted else 'turned away'}: {reason}"
     if reason in DROPPED:
         text += f" ({DROPPED[reason]})"
     own = life.failures[-1] if life.failures else None

@@ -19,11 +19,14 @@ from towline.contract.control import (
     DropRecord,
     EvalRecord,
     ForkRecord,
+    OverStale,
     Record,
     ReissueRecord,
+    RequeueRecord,
     TaskRecord,
     decode_control,
 )
+from towline.contract.groups import group_token
 from towline.contract.outcome import Score, decode_outcome
 from towline.contract.task import Task
 from towline.contract.trajectory import Trajectory, decode_trajectory
@@ -37,6 +40,7 @@ from towline.trace.life import (
     Generated,
     Life,
     Scored,
+    SegmentSeen,
     Serving,
     SpanSeen,
     TokenSeen,
@@ -78,6 +82,9 @@ def _record(life: Life, record: Record, message: Message, stored: bytes | None) 
         case TaskRecord(task=task) if (task.group, task.sample) == key:
             _admitted(life, task)
             life.attempts.append(_attempt(task, message, None))
+            life.prompt_of = record.requeues if isinstance(record.requeues, int) else None
+        case TaskRecord(requeues=int() as dropped) if dropped == life.group:
+            life.prompt_again_in = record.task.group
         case ReissueRecord(task=task) if (task.group, task.sample) == key:
             life.attempts.append(_attempt(task, message, record.reason))
         case AdmitRecord() if (record.group, record.sample) == key:
@@ -89,14 +96,21 @@ def _record(life: Life, record: Record, message: Message, stored: bytes | None) 
             ]
         case DropRecord() if record.group == life.group:
             life.dropped, life.dropped_at = record.reason, message.at
+            life.requeued = record.requeue is True
+            life.admitted = not isinstance(record.offered, int)
+        case RequeueRecord() if record.group == life.group:
+            life.requeued = True
         case BatchRecord():
-            for row in record.rows:
+            said = record.over_stale if isinstance(record.over_stale, OverStale) else None
+            over = {} if said is None else {item.row: item.tokens for item in said.rows}
+            for place, row in enumerate(record.rows):
                 if (row.group, row.sample) == key:
                     life.batches.append(
                         BatchSeen(
                             sequence=message.sequence, epoch=record.epoch, for_depth=record.for_depth, at=record.at,
                             reward=row.reward, least_depth=row.least_depth, rows=len(record.rows), void_by=None,
-                            same_bytes=row.digest == stored,
+                            same_bytes=row.digest == stored, over_stale_tokens=over.get(place, 0),
+                            over_stale=said.mode if said is not None and place in over else None,
                         )
                     )  # fmt: skip
         case ForkRecord():
@@ -173,6 +187,7 @@ def _trajectory(life: Life, message: Message, lineage: Lineage, tokenizer: Token
             )
             for span in found.version_spans
         ),
+        segments=tuple(SegmentSeen(start=one.start, end=one.end, kind=one.kind) for one in found.segments),
         tokens=_tokens(found, tokenizer),
         prompt_text=None if tokenizer is None else tokenizer.decode(found.tokens[:start].tolist(), skip_special_tokens=False),
         response_text=None if tokenizer is None else tokenizer.decode(found.tokens[start:].tolist(), skip_special_tokens=False),
@@ -194,7 +209,7 @@ def _tokens(trajectory: Trajectory, tokenizer: Tokenizer | None) -> tuple[TokenS
 
 async def _outcomes(source: Source, life: Life, stored: bytes | None) -> None:
     topology = source.topology
-    subjects = [topology.subject(f"outcome.score.{life.group}.*"), topology.failure(life.group, life.sample)]
+    subjects = [topology.subject(f"outcome.score.{group_token(life.group)}.*"), topology.failure(life.group, life.sample)]
     async with contextlib.aclosing(source.read(OUTCOME, subjects=subjects)) as messages:
         async for message in messages:
             outcome = decode_outcome(message.data)

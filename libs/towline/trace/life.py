@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from towline.contract.groups import group_token
+
 Fate = Literal["trained", "skipped", "missing", "batched", "evaluated", "dropped", "scored", "generated", "open"]
 """skipped: its step was consumed without a change of the weights; missing: the trainer can't have had its row; batched: its
 batch waits for the trainer; scored, generated, open: it waits for its group, its score, a worker."""
@@ -54,6 +56,15 @@ class SpanSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentSeen:
+    """Tokens [start, end) by one author: prompt, policy, environment or tool."""
+
+    start: int
+    end: int
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSeen:
     """`text` is None where no tokenizer can be read; logprob and version where the policy didn't choose the token."""
 
@@ -83,6 +94,7 @@ class Generated:
     temperature: float
     policy_tokens: int
     spans: tuple[SpanSeen, ...]
+    segments: tuple[SegmentSeen, ...] = ()
     tokens: tuple[TokenSeen, ...]
     prompt_text: str | None
     response_text: str | None
@@ -112,6 +124,10 @@ class BatchSeen:
     void_by: int | None
     """The epoch whose fork took it out of force; None: it stands."""
     same_bytes: bool
+    over_stale_tokens: int = 0
+    """Of its policy tokens, those over the staleness bound."""
+    over_stale: Literal["mask", "keep"] | None = None
+    """What was done with those: no gradient, or trained all the same."""
 
     @property
     def staleness(self) -> int:
@@ -170,11 +186,19 @@ class Life:
     evaluated_mean: float | None = None
     dropped: str | None = None
     dropped_at: float | None = None
+    requeued: bool = False
+    """The drop promised its prompt again."""
+    prompt_again_in: int | None = None
+    """The new group that has the dropped group's prompt."""
+    prompt_of: int | None = None
+    """The dropped group whose prompt this group has again."""
+    admitted: bool = True
+    """False for a group from outside that was never taken in."""
     replicas: list[Serving] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        return f"{self.group}.{self.sample}"
+        return f"{group_token(self.group)}.{self.sample}"
 
     @property
     def batch(self) -> BatchSeen | None:

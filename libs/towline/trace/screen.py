@@ -44,6 +44,8 @@ def _facts(life: Life) -> Table:
         row("prompt", f"{p['source']} row {p['index']}, pass {p['epoch']}; lane {life.lane}, group of {life.group_size}")
         if p["reference"]:
             row("reference", str(p["reference"]))
+    if life.prompt_of is not None:
+        row("again", f"its prompt is that of group {life.prompt_of}, which was dropped")
     for attempt in life.attempts:
         text = f"CONTROL {attempt.task_sequence}, attempt {attempt.number}, "
         wanted = attempt.exact_version
@@ -79,8 +81,9 @@ def _facts(life: Life) -> Table:
         row("group's rewards", f"{listed}  (mean {mean:.4g})")
     for batch in life.batches:
         void = "" if batch.void_by is None else f"; void: epoch {batch.void_by} forked below it"
+        over = "" if batch.over_stale is None else f", {batch.over_stale_tokens} tokens over the bound ({batch.over_stale})"
         row("batch", f"CONTROL {batch.sequence}, epoch {batch.epoch}, for depth {batch.for_depth}, {batch.rows} rows, "
-            f"staleness {batch.staleness}{void}")  # fmt: skip
+            f"staleness {batch.staleness}{over}{void}")  # fmt: skip
     if life.version is not None:
         row("version", f"{life.version.number}, depth {life.version.depth}")
     for ack in life.replicas:

@@ -9,9 +9,11 @@ import pyarrow.parquet as pq
 from support.bundles import towline
 from towline.bundle.folder import BundleSource
 from towline.bundle.select import Filter, newest, select
+from towline.bundle.states import STATES
 from towline.bus.topology import OUTCOME, TRAJECTORY
 from towline.contract.outcome import Score, decode_outcome
 from towline.contract.trajectory import decode_trajectory
+from towline.trace.gather import trace
 
 
 async def test_a_bundle_answers_as_the_run_does(ran):
@@ -46,6 +48,35 @@ async def test_rewards_are_found_and_filtered(ran):
     assert [item.score and item.score.reward for item in last] == [
         scores.get((item.trajectory.group, item.trajectory.sample)) for item in last
     ]
+
+
+async def test_the_state_of_every_sample_is_what_its_trace_says(ran):
+    source = BundleSource.open(ran.bundle)
+    found: dict[str, list[tuple[int, int]]] = {}
+    for state in STATES:
+        chosen = [item async for item in select(source, Filter(state=state))]
+        assert {item.state for item in chosen} <= {state}
+        found[state] = [(item.trajectory.group, item.trajectory.sample) for item in chosen]
+    everything = [item.trajectory async for item in select(source, Filter())]
+    assert sorted(key for keys in found.values() for key in keys) == sorted((t.group, t.sample) for t in everything)
+    assert found["trained"]
+    assert found["evaluated"]
+    assert found["dropped"]
+    for state, keys in found.items():
+        for group, sample in keys[:3]:
+            assert (await trace(source, group, sample)).fate == state
+
+
+async def test_samples_are_chosen_by_environment_and_by_time(ran):
+    source = BundleSource.open(ran.bundle)
+    everything = [item async for item in select(source, Filter())]
+    task = (await trace(source, everything[0].trajectory.group, everything[0].trajectory.sample)).prompt
+    same = [item.message.sequence async for item in select(source, Filter(environment=task["environment"]))]
+    assert same == [item.message.sequence for item in everything]
+    assert [item async for item in select(source, Filter(environment="another"))] == []
+    moment = everything[len(everything) // 2].message.at
+    late = [item.message.sequence async for item in select(source, Filter(time=(moment, 1e12)))]
+    assert late == [item.message.sequence for item in everything if item.message.at >= moment]
 
 
 async def test_the_tables_hold_every_trajectory_and_outcome(ran):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from towline.config import Settings
-from towline.trace.explain import explain
+from towline.trace.explain import DROPPED, explain
 from towline.trace.life import (
     Attempt,
     BatchSeen,
@@ -97,6 +99,27 @@ def test_a_fate_is_told_and_explained(told, fate, says):
     found, text = explain(told, SETTINGS)
     assert found == fate
     assert says in text
+
+
+def test_every_reason_that_the_buffer_drops_for_has_its_meaning():
+    """The buffer's README lists them in the row of `control.drop`."""
+    readme = (Path(__file__).parents[3] / "services" / "towline" / "buffer" / "README.md").read_text()
+    row = next(line for line in readme.splitlines() if line.startswith("| control.cancel, control.drop"))
+    named = set(re.findall(r"`([a-z_]+)`", row))
+    assert len(named) > 10
+    assert set(DROPPED) == named
+    for reason in named:
+        fate, text = explain(life(dropped=reason), SETTINGS)
+        assert fate == "dropped"
+        assert f"{reason} ({DROPPED[reason]})" in text
+
+
+def test_it_is_said_where_a_dropped_prompt_went_and_what_masking_took():
+    assert explain(life(dropped="stale", requeued=True), SETTINGS)[1].endswith("admitted again, as a new group")
+    assert explain(life(dropped="stale", prompt_again_in=9), SETTINGS)[1].endswith("its prompt is in group 9 again")
+    assert "turned away: unpaced" in explain(life(dropped="unpaced", admitted=False), SETTINGS)[1]
+    masked = life(batches=[batch(over_stale="mask", over_stale_tokens=2)], version=into())
+    assert "2 of its tokens were over the staleness bound and had no gradient" in explain(masked, SETTINGS)[1]
 
 
 def shown(told, **options):
