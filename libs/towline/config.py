@@ -322,6 +322,8 @@ class GatewaySettings(_Section):
     tls_key: str = ""
     replicas: Annotated[int, Field(ge=0)] = 0
     """Gateway processes that `towline up` starts."""
+    ui: bool = True
+    """The web view of the run under /ui, for the tenants' tokens; it reads the run only while somebody looks."""
     doors: bool = False
     """Rollout workers take requests from gateways; also where `replicas` > 0."""
     reserved_slots: Annotated[int, Field(ge=0)] = 0
