@@ -55,9 +55,9 @@ def decode_statuses(items: Mapping[str, bytes]) -> list[Status]:
 
 
 class FigureBook:
-    """Everything that the processes of a run have said, also before the last `towline up`."""
+    """Everything that the processes of a run have said, also before the last `towline up`; without a path it's kept nowhere."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._processes: dict[str, dict[str, Any]] = {}
         self._latest: dict[str, Status] = {}
@@ -65,7 +65,7 @@ class FigureBook:
         self.wall_seconds = 0.0
         """Of this and earlier `towline up`s of the run, from services started to stopped."""
         self.restarts = 0
-        if path.is_file():
+        if path is not None and path.is_file():
             saved = json.loads(path.read_text())
             self._processes, self.wall_seconds, self.restarts = saved["processes"], saved["wall_seconds"], saved["restarts"]
 
@@ -102,6 +102,8 @@ class FigureBook:
         return max(last[name] - first[name], 0.0) / (end - start) if end > start else 0.0
 
     def save(self) -> None:
+        if self._path is None:
+            return
         write_private(
             self._path, json.dumps({"processes": self._processes, "wall_seconds": self.wall_seconds, "restarts": self.restarts})
         )

@@ -15,7 +15,7 @@ import numpy as np
 from towline.bundle.line import BatchAt, read_batches, steps
 from towline.bundle.source import Source
 from towline.bus.topology import CONTROL, OUTCOME
-from towline.contract.control import DropRecord, EvalRecord, decode_control
+from towline.contract.control import BatchRecord, DropRecord, EvalRecord, decode_control
 from towline.contract.entries import OpenEntry, VersionEntry
 from towline.contract.outcome import Failure, Score, decode_outcome
 from towline.contract.policy import Ack
@@ -85,7 +85,7 @@ async def read_history(source: Source) -> History:
     history = History(source.settings.run.name, log.entry(0).at)
     batches = await read_batches(source)
     used: list[BatchAt] = [batch for step in steps(log, batches) for batch in step.batches]
-    history.batches = [_point(batch) for batch in used]
+    history.batches = [point_of(batch.record) for batch in used]
     history.void_batches = len(batches) - len(used)
     history.versions = [log.version(number) for number in lineage.path() if number]
     history.forks = max(sum(isinstance(entry, OpenEntry) for entry in log.entries()) - 1, 0)
@@ -95,14 +95,15 @@ async def read_history(source: Source) -> History:
     return history
 
 
-def _point(batch: BatchAt) -> BatchPoint:
-    rows = batch.record.rows
+def point_of(record: BatchRecord) -> BatchPoint:
+    """What a batch adds to the curves."""
+    rows = record.rows
     return BatchPoint(
-        depth=batch.record.for_depth,
-        at=batch.record.at,
+        depth=record.for_depth,
+        at=record.at,
         rows=len(rows),
         reward_mean=float(np.mean([row.reward for row in rows])) if rows else 0.0,
-        staleness=Counter(batch.record.for_depth - row.least_depth for row in batch.record.within_bound),
+        staleness=Counter(record.for_depth - row.least_depth for row in record.within_bound),
         policy_tokens=sum(row.policy_tokens for row in rows),
     )
 
