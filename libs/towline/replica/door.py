@@ -15,6 +15,7 @@ from typing import Any
 import structlog
 from nats.aio.msg import Msg
 
+from towline import spans
 from towline.bus.client import Bus
 from towline.bus.wire import NO_RESPONDERS
 from towline.config import GatewaySettings
@@ -176,6 +177,15 @@ class Door:
             await self._refuse(message.reply, request.id, *refusal)
             return
         guest = self._guests[request.id] = Guest(request, message.reply)
+        with spans.follow("door", message.headers, "server") as span:
+            await self._attend(guest, request, prompt)
+            if span:
+                span.set(
+                    replica=self._replica.name, request=request.id, position=request.position0, tokens=guest.sent,
+                    began=guest.begun, ended_early=guest.why,
+                )  # fmt: skip
+
+    async def _attend(self, guest: Guest, request: ServeRequest, prompt: list[int]) -> None:
         entered = False
         try:
             await self._send(guest, ServeChunk(id=request.id, number=0, busy=self._load(), applied=self._replica.version))
@@ -184,9 +194,10 @@ class Door:
             if not entered:
                 await self._last(guest, [], [], (), guest.why or "cancelled")
             elif (refusal := self._refusal(request, prompt, standing=True)) is not None:
-                await self._refuse(message.reply, request.id, *refusal)
+                await self._refuse(guest.reply, request.id, *refusal)
             else:
-                await self._generate(guest, prompt)
+                with spans.child("engine.generate", "client"):
+                    await self._generate(guest, prompt)
         except UnavailableError as error:
             _log.warning("answer_lost", request=request.id, reason=error.message)
         finally:

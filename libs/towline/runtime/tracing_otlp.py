@@ -5,6 +5,7 @@ A span is handed to the SDK when it ends, whole: so its number can be settled la
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -212,8 +213,9 @@ class OtlpSpan:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        spans.current.reset(self._token)
-        if kind is not None and self.failure is None:
+        with contextlib.suppress(ValueError):  # a stream's end may come in another task, whose context goes with it
+            spans.current.reset(self._token)
+        if kind is not None and kind is not GeneratorExit and self.failure is None:
             self.fail(f"{kind.__name__}: {error}"[:1000])
         self.end()
 

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from towline import spans
 from towline.config import Settings
 from towline.gateway import answers
 from towline.gateway.answers import ApiError
@@ -116,6 +117,9 @@ class Api:
         began, path = time.monotonic(), _path(request)
         stack = contextlib.AsyncExitStack()
         async with stack:
+            span = stack.enter_context(spans.request("gateway.request", request.headers.get(spans.TRACEPARENT)))
+            if span:
+                span.set(route=path, tenant=tenant)
             stack.enter_context(self._tenants.admitted(tenant))
             stack.enter_context(self.metering.request(path, began))
             body = await read_body(request, self._settings.gateway.max_body_bytes)

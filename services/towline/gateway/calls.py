@@ -47,7 +47,9 @@ class Calls:
         if self._subscription is not None:
             await self._subscription.close()
 
-    async def call(self, replica: str, request: ServeRequest) -> AsyncGenerator[ServeChunk, None]:
+    async def call(
+        self, replica: str, request: ServeRequest, headers: dict[str, str] | None = None
+    ) -> AsyncGenerator[ServeChunk, None]:
         """The answer's chunks; the one with `finish` is the last. `Refused`, or `Gone`. Whoever stops early closes it, which
         takes the request back."""
         arrived: asyncio.Queue[Msg] = asyncio.Queue()
@@ -55,7 +57,7 @@ class Calls:
         over = False
         try:
             await self._bus.connection.send(
-                self._bus.topology.serve(replica), encode(request), reply=f"{self._inbox}.{request.id}"
+                self._bus.topology.serve(replica), encode(request), reply=f"{self._inbox}.{request.id}", headers=headers
             )
             expected = 0
             while True:

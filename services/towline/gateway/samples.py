@@ -15,6 +15,7 @@ from typing import Literal
 
 import structlog
 
+from towline import spans
 from towline.contract.serve import ServeChunk, ServeFinish, ServeRequest
 from towline.contract.task import SamplingParams, VersionSpan, pack_tokens
 from towline.errors import MalformedError
@@ -170,12 +171,15 @@ class Sampler:
             position0=offset, min_version=ask.constraint.min_version, exact_version=ask.constraint.exact_version,
             chunk_tokens=self._chunk_tokens,
         )  # fmt: skip
-        with self._fleet.visit(replica, ask.prompt, ask.session) as hear:
-            async with contextlib.aclosing(self._calls.call(replica, request)) as chunks:
+        span = spans.child("gateway.call", "client")
+        with span, self._fleet.visit(replica, ask.prompt, ask.session) as hear:
+            async with contextlib.aclosing(self._calls.call(replica, request, span.headers)) as chunks:
                 try:
                     async for chunk in chunks:
                         hear(chunk)
                         self._take(chunk, sample, offset)
+                        if span and chunk.finish is not None:
+                            span.set(replica=replica, position=offset, tokens=len(sample.tokens) - offset, finish=chunk.finish)
                         if chunk.finish is not None or chunk.tokens is not None:
                             yield chunk.finish
                 except Refused as refusal:
