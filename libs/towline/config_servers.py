@@ -1,29 +1,73 @@
-"""Where a run's bus and store are, and as whom a process comes to them: secrets stand here by value or by reference."""
+"""Where a run's bus and store are, and as whom a process comes to them.
+
+A secret stands here by value or, better, by reference: the path of a file, which is read when it's needed and may be replaced
+meanwhile. Each may come from the environment as well (`TOWLINE_BUS__NKEY_SEED_FILE`, `TOWLINE_STORE__SECRET_KEY`).
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, Field, SecretStr
+from pydantic import BaseModel, Field, SecretStr, model_validator
 
 from towline.config_loading import STRICT, Count, Positive
+from towline.errors import UsageError
 
 
 class BusSettings(BaseModel):
     model_config = STRICT
 
     url: str = ""
-    """nats://host:port[,…]; empty: `towline up` starts a server of its own."""
+    """nats://host:port[,…], tls:// where the connection must be encrypted; empty: `towline up` starts a server of its own."""
+    keys_folder: str = ""
+    """A folder with ROLE.nk for each role, as `towline access nats` writes it: each process takes its own role's."""
+    nkey_seed_file: str = ""
+    """An nkey's seed; comes before `keys_folder`."""
+    credentials_file: str = ""
+    """A user's JWT with its seed, as `towline access nats --jwt` writes it."""
     user: str = ""
     password: SecretStr = SecretStr("")
+    password_file: str = ""
     token: SecretStr = SecretStr("")
-    credentials_file: str = ""
+    role: str = ""
+    """Of `towline access`; empty: the service's own, operator for the command line."""
+    inbox_prefix: str = ""
+    """Under which answers come; empty: _INBOX.USER, or _INBOX.ROLE where no user is named."""
+    tls_ca: str = ""
+    """PEM file: whoever signed the server's certificate. With it, or a tls:// URL, a server without TLS is refused."""
+    tls_cert: str = ""
+    """PEM files, both or neither: the client's certificate, where the server asks for one."""
+    tls_key: str = ""
     budget_bytes: Annotated[int, Field(ge=64 << 20)] = 4 << 30
     """Storage that the run's streams reserve on the server, in all."""
     replicas: Annotated[int, Field(ge=1, le=5)] = 1
     """Copies of each stream in a NATS cluster."""
     connect_timeout_seconds: Positive = 10.0
     max_in_flight_bytes: Count = 64 << 20
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether a connection without TLS is refused."""
+        return bool(self.tls_ca or self.tls_cert) or self.url.startswith("tls://")
+
+    @property
+    def secret(self) -> str:
+        """The password, by value or from its file."""
+        return read_secret(self.password_file, "bus.password_file") or self.password.get_secret_value()
+
+    @model_validator(mode="after")
+    def _agree(self) -> BusSettings:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("tls_cert and tls_key go together: set both or neither")
+        if self.password.get_secret_value() and self.password_file:
+            raise ValueError("give either password or password_file")
+        ways = {"nkey_seed_file": self.nkey_seed_file, "credentials_file": self.credentials_file, "user": self.user,
+                "token": self.token.get_secret_value()}  # fmt: skip
+        named = [name for name, value in ways.items() if value]
+        if len(named) > 1:
+            raise ValueError(f"{' and '.join(named)}: say in one way who comes")
+        return self
 
 
 class StoreSettings(BaseModel):
@@ -37,4 +81,41 @@ class StoreSettings(BaseModel):
     access_key: str = ""
     secret_key: SecretStr = SecretStr("")
     """Empty: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."""
+    access_key_file: str = ""
+    """Files with one key each, both or neither; they come before `keys_folder`."""
+    secret_key_file: str = ""
+    keys_folder: str = ""
+    """A folder with ROLE.s3-access and ROLE.s3-secret for each role, as `towline access s3` writes it."""
+    ca: str = ""
+    """PEM file: whoever signed the certificate of an https:// endpoint; empty: the usual authorities."""
     timeout_seconds: Positive = 30.0
+
+    @property
+    def keys(self) -> tuple[str, str]:
+        """Access and secret key, by value or from their files; "" for what isn't set."""
+        return (
+            read_secret(self.access_key_file, "store.access_key_file") or self.access_key,
+            read_secret(self.secret_key_file, "store.secret_key_file") or self.secret_key.get_secret_value(),
+        )
+
+    @model_validator(mode="after")
+    def _agree(self) -> StoreSettings:
+        if bool(self.access_key_file) != bool(self.secret_key_file):
+            raise ValueError("access_key_file and secret_key_file go together: set both or neither")
+        if self.access_key_file and (self.access_key or self.secret_key.get_secret_value()):
+            raise ValueError("give the keys either by value or by file")
+        return self
+
+
+def read_secret(path: str, setting: str) -> str:
+    """What the file holds, without blanks around it; "" where no path is given. `UsageError` names the setting."""
+    if not path:
+        return ""
+    try:
+        text = Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "isn't text"
+        raise UsageError(f"{setting} = {path!r}: {reason}", code="secret_file") from None
+    if not text:
+        raise UsageError(f"{setting} = {path!r} is empty", code="secret_file")
+    return text

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import nkeys
 
-from towline.access.roles import checked
 from towline.errors import UsageError
 from towline.runtime.files import write_private
 
@@ -30,15 +29,15 @@ class KeyPair:
 
 
 def seed_path(folder: Path, role: str) -> Path:
-    return folder / f"{checked(role)}.nk"
+    return folder / f"{role}.nk"
 
 
 def access_key_path(folder: Path, role: str) -> Path:
-    return folder / f"{checked(role)}.s3-access"
+    return folder / f"{role}.s3-access"
 
 
 def secret_key_path(folder: Path, role: str) -> Path:
-    return folder / f"{checked(role)}.s3-secret"
+    return folder / f"{role}.s3-secret"
 
 
 def bus_users(folder: Path, names: Iterable[str], *, anew: bool = False) -> dict[str, str]:

@@ -152,7 +152,7 @@ class _Grants:
 
     def serve(self, *, lease: bool = False) -> None:
         """What every service does: say how it is, and see the run's end."""
-        self.own_entries(STATUS, f"{self.role.replace('-', '_')}.*")
+        self.send(f"$KV.{self.topology.bucket(STATUS)}.{self.role.replace('-', '_')}.*")
         self.look(CONTROL)
         if lease:
             self.own_entries(LEASES, self.role)

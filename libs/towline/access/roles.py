@@ -33,7 +33,7 @@ SERVICES = (TRAINER, WORKER, REWARD, BUFFER, PUBLISHER, GATEWAY)
 
 def role_of(service: str) -> str:
     """The role of the service that calls itself so: `rollout_worker` is `rollout-worker`."""
-    return checked(service.replace("_", "-"))
+    return service.replace("_", "-")
 
 
 def checked(role: str) -> str:

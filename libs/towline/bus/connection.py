@@ -10,15 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import re
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import nats.errors
+import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from towline.bus.address import without_user
+from towline.bus.login import judge, login, new_client
 from towline.bus.wire import DENIED_CODE, NO_RESPONDERS, Unsettled
 from towline.config import BusSettings
 from towline.errors import UnavailableError, UsageError
@@ -29,7 +32,9 @@ _FLUSH_SECONDS = 2
 _NO_LIMIT = 1 << 30
 """For nats-py's own limits: what is in flight is bounded before it gets there (publish.py), what comes in is pulled."""
 
+_DENIED = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
 Receiver = Callable[[Msg], None]
+_log = structlog.get_logger("towline.bus")
 
 
 class Subscription:
@@ -68,7 +73,8 @@ class Connection:
         self.client_name = client_name
         self.address = without_user(settings.url)
         self.last_error: str | None = None
-        self._inbox_root = f"_INBOX.{settings.user}" if settings.user else "_INBOX"
+        self._inbox_root = settings.inbox_prefix or ".".join(filter(None, ("_INBOX", settings.user or settings.role)))
+        self._denied: set[str] = set()
         self._servers = [part.strip() for part in settings.url.split(",") if part.strip()]
         self._client: Client | None = None
         self._connected = asyncio.Event()
@@ -172,6 +178,8 @@ class Connection:
         """Hand a message to the connection; nobody says whether it arrived. `Unsettled` where there is no connection."""
         if self._client is None or not self.connected:
             raise Unsettled(self._away())
+        if subject in self._denied:
+            raise UsageError(self._refusal("publish", subject), code=DENIED_CODE)
         with self._translated():
             await self._client.publish(subject, data, reply, headers)
 
@@ -239,15 +247,9 @@ class Connection:
     # Lives
 
     async def _connect(self) -> None:
-        client = Client()
-        client._parse_header_lines = parse_header_lines
         settings = self.settings
-        optional = {
-            "user": settings.user,
-            "password": settings.password.get_secret_value(),
-            "token": settings.token.get_secret_value(),
-            "user_credentials": settings.credentials_file,
-        }
+        client, known = new_client(settings), login(settings)
+        client._parse_header_lines = parse_header_lines
         try:
             async with asyncio.timeout(settings.connect_timeout_seconds):
                 await client.connect(
@@ -255,7 +257,7 @@ class Connection:
                     closed_cb=self._closed_callback(client), allow_reconnect=False, max_reconnect_attempts=1,
                     reconnect_time_wait=FIRST_DELAY_SECONDS, connect_timeout=settings.connect_timeout_seconds,
                     ping_interval=PING_SECONDS, max_outstanding_pings=2, pending_size=_NO_LIMIT,
-                    **{name: value for name, value in optional.items() if value},
+                    **known,
                 )  # fmt: skip
                 for subscription in list(self._subscriptions.values()):
                     await self._start(client, subscription)
@@ -265,16 +267,13 @@ class Connection:
         except (nats.errors.Error, OSError, TimeoutError) as error:
             reason = self.last_error if isinstance(error, nats.errors.NoServersError) and self.last_error else _one_line(error)
             await client.close()
-            if "authorization" in reason.lower():
-                raise UsageError(
-                    f"the bus at {self.address} refuses the user ({reason}); check bus.user, password, token, credentials_file",
-                    code="bus_authorization",
-                ) from None
+            judge(self.address, reason)
             raise UnavailableError(
                 f"the bus at {self.address} can't be reached: {reason}; start a nats-server there or correct bus.url",
                 code="bus_unreachable",
             ) from None
         self._client = client
+        self._denied.clear()
         self._lost.clear()
         self.last_error = None
         self._connected.set()
@@ -311,14 +310,31 @@ class Connection:
     async def _on_error(self, error: Exception) -> None:
         reason = _one_line(error)
         self.last_error = reason
-        lowered = reason.lower()
-        if "permissions violation" not in lowered:
+        found = _DENIED.search(reason)
+        if found is None:
             return
-        refusal = f"the bus refuses this user: {reason.removeprefix('nats: ')}; give it the permission (see bus/topology.py)"
-        about_subscription = "violation for subscription" in lowered
-        for subject, future in list(self._pending.values()):
-            if not future.done() and (about_subscription or f'"{subject.lower()}"' in lowered):
-                future.set_exception(UsageError(refusal, code=DENIED_CODE))
+        verb, subject = found[1].lower(), self._spelt(found[2])
+        told = False
+        for sent_to, future in list(self._pending.values()):
+            if not future.done() and (verb == "subscription" or sent_to == subject):
+                future.set_exception(UsageError(self._refusal(verb, subject), code=DENIED_CODE))
+                told = True
+        if verb == "publish":
+            self._denied.add(subject)
+        if not told:  # nobody waits for an answer that would bring the reason
+            _log.error("bus_denied", reason=self._refusal(verb, subject))
+
+    def _spelt(self, subject: str) -> str:
+        """The subject as it was sent: nats-py tells it in lower case."""
+        sent = [name for name, _ in self._pending.values()] + [held.subject for held in self._subscriptions.values()]
+        return next((name for name in sent if name.lower() == subject.lower()), subject)
+
+    def _refusal(self, verb: str, subject: str) -> str:
+        settings = self.settings
+        who = f"role {settings.role}" if settings.role else f"user {settings.user}" if settings.user else "this user"
+        about = f"`towline access show {settings.role}` tells what it may" if settings.role else "see `towline access --help`"
+        may = "publish to" if verb == "publish" else "subscribe to"
+        return f"the bus refuses {who} to {may} {subject}: {about}"
 
 
 def _one_line(error: BaseException) -> str:

@@ -90,6 +90,10 @@ class Consumer:
         self._forget = self._connection.on_change(self._on_loss)
         self._turn = asyncio.Lock()
 
+    async def ensure(self) -> None:
+        """It's there on return; one that was there keeps its settings."""
+        await self._bind()
+
     async def start(self) -> None:
         if self._subscription is None:
             await self._bind()

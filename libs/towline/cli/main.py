@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from towline.cli import doctor, fork, replay, report, runs, top, trace, trajectories, versions
+from towline.cli import access, doctor, fork, replay, report, runs, top, trace, trajectories, versions
 from towline.errors import TowlineError
 
 INTERRUPTED = 130
@@ -34,9 +34,12 @@ app.command("audit")(runs.audit)
 app.command("serve", context_settings={"allow_extra_args": False})(runs.serve)
 app.command("replay")(replay.replay)
 app.command("trace")(trace.trace)
+app.command("ui")(import_module("towline.cli.ui").ui)
+app.command("init")(access.init)
 runs.app.command("report")(report.report)
 runs.app.command("fork")(fork.fork)
 app.add_typer(runs.app, name="run")
+app.add_typer(access.app, name="access")
 app.add_typer(versions.app, name="versions")
 app.add_typer(trajectories.app, name="trajectories")
 app.add_typer(import_module("towline.cli.delta").app, name="delta")

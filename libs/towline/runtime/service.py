@@ -24,6 +24,8 @@ import msgspec
 import structlog
 import uvloop
 
+from towline.access.identity import as_role
+from towline.access.roles import role_of
 from towline.bus.client import Bus
 from towline.bus.topology import STATUS, TOKEN
 from towline.config import Settings, load_settings
@@ -94,7 +96,7 @@ def run_service(cls: type[Service], config_path: Path, replica_id: str | None = 
     try:
         if not TOKEN.fullmatch(replica):
             raise UsageError(f"--replica {replica!r}: use letters, digits, '_' and '-'", code="replica_name")
-        settings = load_settings(config_path)
+        settings = as_role(load_settings(config_path), role_of(cls.name))
         configure_logging(settings.service, service=cls.name, replica=replica, run=settings.run.name)
     except TowlineError as error:
         return exit_code(error)

@@ -58,16 +58,22 @@ class S3Store:
             raise UsageError(f"store.endpoint = {endpoint!r}: use http(s)://host:port", code="store_endpoint")
         self._endpoint = f"{server.scheme}://{server.netloc}"
         self._seconds = settings.timeout_seconds
-        access = settings.access_key or os.environ.get("AWS_ACCESS_KEY_ID", "")
-        secret = settings.secret_key.get_secret_value() or os.environ.get("AWS_SECRET_ACCESS_KEY", "")
+        own_access, own_secret = settings.keys
+        access = own_access or os.environ.get("AWS_ACCESS_KEY_ID", "")
+        secret = own_secret or os.environ.get("AWS_SECRET_ACCESS_KEY", "")
         if not access or not secret:
             raise UsageError(
-                "no S3 keys: set store.access_key and store.secret_key, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+                "no S3 keys: set store.keys_folder, store.access_key and secret_key, or AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY",
                 code="store_keys",
             )
-        token = None if settings.access_key else os.environ.get("AWS_SESSION_TOKEN")
+        token = None if own_access else os.environ.get("AWS_SESSION_TOKEN")
         timeout = urllib3.Timeout(connect=min(_CONNECT_SECONDS, self._seconds), read=self._seconds)
-        pool = urllib3.PoolManager(maxsize=32, retries=False, timeout=timeout)
+        if settings.ca and not os.path.isfile(settings.ca):
+            raise UsageError(f"store.ca = {settings.ca!r}: no such file", code="store_ca")
+        pool = urllib3.PoolManager(
+            maxsize=32, retries=False, timeout=timeout, cert_reqs="CERT_REQUIRED", ca_certs=settings.ca or None
+        )
         try:
             self._client = Minio(server.netloc, access, secret, token, server.scheme == "https", settings.region, pool)
         except ValueError as error:
@@ -147,6 +153,20 @@ class S3Store:
 
     def delete(self, key: str) -> None:
         self._repeat(key, lambda: self._client.remove_object(self._bucket, self._name(key)))
+
+    def make_bucket(self) -> bool:
+        """True: it was missing and is there now."""
+        if self._repeat("", lambda: self._client.bucket_exists(self._bucket)):
+            return False
+        try:
+            self._client.make_bucket(self._bucket)
+        except S3Error as error:
+            if error.code not in ("BucketAlreadyOwnedByYou", "BucketAlreadyExists"):
+                raise self._fault("", error) from error
+            return False
+        except (MinioException, HTTPError, OSError) as error:
+            raise self._fault("", error) from error
+        return True
 
     def check(self, *, writes: bool = True) -> None:
         seconds = min(_CHECK_SECONDS, self._seconds)

@@ -1,0 +1,137 @@
+"""`towline access nats|s3|show`: a user and keys for each role, and what it may; `towline init` prepares a bus and a store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from towline.errors import UsageError
+
+app = typer.Typer(help="Users and keys for a run's services, each with its own permissions.", no_args_is_help=True)
+
+Runs = Annotated[list[str], typer.Option("--run", help="A run's name; several times for several runs.")]
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to write into; its secrets are owner-only.")]
+Anew = Annotated[bool, typer.Option("--rotate", help="New secrets for all roles; else those in DIR stay.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+FLAVOURS = ("seaweedfs", "minio", "aws")
+
+
+@app.command()
+def nats(
+    runs: Runs,
+    out: Out,
+    account: Annotated[str, typer.Option(help="The account's name: a tenant's. Accounts share nothing.")] = "towline",
+    max_file_bytes: Annotated[int | None, typer.Option(min=1, help="What the account's streams may reserve.")] = None,
+    tls_cert: Annotated[str, typer.Option(help="The server's certificate, a path on the server: adds a tls block.")] = "",
+    tls_key: Annotated[str, typer.Option(help="Its key.")] = "",
+    tls_ca: Annotated[str, typer.Option(help="Whose client certificates are asked for: with it, clients must show one.")] = "",
+    rotate: Anew = False,
+) -> None:
+    """Write DIR/nats.conf, a fragment of a nats-server's configuration with the users, and DIR/ROLE.nk, each role's nkey seed.
+
+    The fragment holds public keys alone. Services find their seed by bus.keys_folder = "DIR", or bus.nkey_seed_file.
+    """
+    from towline.access.credentials import bus_users
+    from towline.access.nats_config import Account, Tls, users_config
+    from towline.access.roles import ROLES
+
+    if bool(tls_cert) != bool(tls_key) or (tls_ca and not tls_cert):
+        raise UsageError("--tls-cert and --tls-key go together, --tls-ca with both", code="access_tls")
+    users = bus_users(out, ROLES, anew=rotate)
+    tls = Tls(tls_cert, tls_key, tls_ca, verify=bool(tls_ca)) if tls_cert else None
+    config = users_config([Account(account, runs, users, max_file_bytes)], tls)
+    (out / "nats.conf").write_text(config)
+    print(f"{out / 'nats.conf'}: account {account} with {len(users)} users for {', '.join(runs)}; include it in the server's")
+    print(f"{out}/ROLE.nk: their seeds; bus.keys_folder = {str(out)!r}")
+
+
+@app.command()
+def s3(
+    runs: Runs,
+    out: Out,
+    flavour: Annotated[str, typer.Option(help="seaweedfs, minio or aws.")] = "seaweedfs",
+    bucket: Annotated[str, typer.Option(help="The bucket of store.url.")] = "towline",
+    prefix: Annotated[str, typer.Option(help="What store.url has after the bucket.")] = "",
+    rotate: Anew = False,
+) -> None:
+    """Write each role's policy, and the keys that go with it.
+
+    seaweedfs: DIR/s3.json for `weed s3 -config` (it holds the keys). minio: DIR/ROLE.policy.json and DIR/apply.sh, which gives
+    them to the server by mc. aws: DIR/ROLE.policy.json alone: the keys are Amazon's. Else DIR/ROLE.s3-access and .s3-secret.
+    """
+    from towline.access import s3 as policies
+    from towline.access.credentials import store_keys
+    from towline.access.roles import ROLES
+    from towline.runtime.files import write_private
+
+    if flavour not in FLAVOURS:
+        raise UsageError(f"--flavour {flavour}: use {', '.join(FLAVOURS)}", code="access_flavour")
+    chosen: Any = flavour
+    documents = {role: policies.policy(role, bucket, runs, prefix=prefix, flavour=chosen) for role in ROLES}
+    if flavour == "seaweedfs":
+        pairs = store_keys(out, [*ROLES, policies.ADMIN], anew=rotate)
+        write_private(out / "s3.json", policies.seaweedfs_config(documents, pairs))
+        print(f"{out / 's3.json'}: {len(documents)} identities and the administrator's, for `weed s3 -config`; it holds the keys")
+    else:
+        out.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for role, document in documents.items():
+            (out / f"{role}.policy.json").write_text(json.dumps(document, indent=1) + "\n")
+        print(f"{out}/ROLE.policy.json: {len(documents)} policies")
+    if flavour == "minio":
+        store_keys(out, ROLES, anew=rotate)
+        (out / "apply.sh").write_text(policies.minio_script(list(ROLES)))
+        print(f"{out / 'apply.sh'}: `sh apply.sh ALIAS` gives users and policies to the server of mc's ALIAS")
+    if flavour != "aws":
+        print(f"{out}/ROLE.s3-access, .s3-secret: their keys; store.keys_folder = {str(out)!r}")
+
+
+@app.command()
+def show(
+    role: Annotated[str | None, typer.Argument(help="A role; without one: all of them, and what they do.")] = None,
+    runs: Annotated[list[str] | None, typer.Option("--run", help="The run in whose names it's shown.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What a role may do on the bus and in the store."""
+    from towline.access import s3 as policies
+    from towline.access.nats import permissions
+    from towline.access.nats_config import plain
+    from towline.access.roles import ROLES, checked
+
+    if role is None:
+        print(json.dumps(ROLES) if as_json else "\n".join(f"{name:15} {what}" for name, what in ROLES.items()))
+        return
+    granted, rules = permissions(checked(role), runs or ["run"]), policies.RULES[role]
+    if as_json:
+        store = {"put": rules.put, "delete": rules.delete, "never_delete": rules.never_delete}
+        print(json.dumps({"role": role, "nats": plain(granted), "store": store}))
+        return
+    print(f"{role}: {ROLES[role]}")
+    for title, subjects in (
+        ("publish", granted.publish), ("but not", granted.publish_deny), ("subscribe", granted.subscribe),
+        ("store: put", rules.put), ("store: delete", rules.delete), ("but not", rules.never_delete),
+    ):  # fmt: skip
+        for subject in subjects:
+            print(f"  {title:14} {subject}")
+            title = ""
+
+
+def init(
+    target: Annotated[str, typer.Argument(metavar="RUN_OR_TOML", help="The run's TOML file, or a run's name.")],
+    as_json: Json = False,
+) -> None:
+    """Make a run's bucket, streams and consumers, as role init, and see that the store keeps its word. It can be repeated."""
+    from towline.access.init import initialise
+    from towline.local.run_directory import find_run
+
+    _, settings = find_run(target)
+    if not settings.bus.url or not settings.store.url:
+        raise UsageError(
+            "init is for a bus and a store of one's own: set bus.url and store.url (`towline up` makes what it starts)",
+            code="init",
+        )
+    told = asyncio.run(initialise(settings))
+    print(json.dumps({"run": settings.run.name, "made": told}) if as_json else "\n".join(told))
