@@ -65,7 +65,7 @@ class BusSource:
     """A live or stopped run, from its bus and its store; `open` reads the LOG."""
 
     def __init__(self, bus: Bus, objects: ObjectStore, settings: Settings, log: Log) -> None:
-        self._bus = bus
+        self.bus = bus
         self.objects = objects
         self.settings = settings
         self.log = log
@@ -82,29 +82,29 @@ class BusSource:
 
     @property
     def topology(self) -> Topology:
-        return self._bus.topology
+        return self.bus.topology
 
     async def read(
         self, spec: StreamSpec, *, start: int = 1, subjects: Sequence[str] | None = None
     ) -> AsyncGenerator[Message, None]:
-        async with contextlib.aclosing(self._bus.read(spec, start=start, subjects=subjects, follow=False)) as messages:
+        async with contextlib.aclosing(self.bus.read(spec, start=start, subjects=subjects, follow=False)) as messages:
             async for message in messages:
                 yield message
 
     async def get_many(self, spec: StreamSpec, sequences: Sequence[int]) -> list[Message | None]:
-        return await self._bus.get_many(spec, sequences)
+        return await self.bus.get_many(spec, sequences)
 
     async def last(self, spec: StreamSpec, subject: str) -> Message | None:
-        return await self._bus.last(spec, subject)
+        return await self.bus.last(spec, subject)
 
     async def state(self, spec: StreamSpec) -> StreamRecord:
-        found = await self._bus.stream_state(spec)
+        found = await self.bus.stream_state(spec)
         return StreamRecord(
             created_at=found.created_at, first=found.first_sequence, last=found.last_sequence, messages=found.messages
         )
 
     async def acks(self) -> list[Ack]:
-        return decode_acks((await self._bus.kv(ACKS).items()).values())
+        return decode_acks((await self.bus.kv(ACKS).items()).values())
 
 
 def decode_acks(values: Iterable[bytes]) -> list[Ack]:

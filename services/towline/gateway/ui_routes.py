@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ from towline.view.reading import Reading
 
 _FIRST_READ_SECONDS = 2.0
 """The first question waits so long for something to have been read."""
+_AGAIN_SECONDS = 5.0
 _log = structlog.get_logger("towline.gateway")
 
 Answer = Callable[[Mapping[str, str], Request], Awaitable[Any]]
@@ -43,10 +44,16 @@ class Ui:
         self._cached: dict[str, tuple[object, bytes]] = {}
 
     async def run(self) -> None:
-        """For ever."""
+        """For ever, whatever happens: requests are served beside it."""
         while True:
-            await self.reading.run()
-            await asyncio.Event().wait()  # a bundle is read once
+            try:
+                await self.reading.run()
+                await asyncio.Event().wait()  # a bundle is read once
+            except Exception as error:  # noqa: BLE001 — a fault of ours: it's said, and ends no gateway
+                _log.error("ui_failed", exc_info=error)
+                self.reading.problem = f"{type(error).__name__}: see the log"
+                self.reading.begun.set()
+                await asyncio.sleep(_AGAIN_SECONDS)
 
     def routes(self) -> list[Route]:
         answers: dict[str, Answer] = {
@@ -135,20 +142,10 @@ class Ui:
         return await self._browser.letter(number or 0)
 
 
-def standing_alone(feed: Feed) -> Starlette:
-    """The view by itself, on loopback, for whoever has the run's own access."""
+def standing_alone(feed: Feed) -> tuple[Starlette, Ui]:
+    """The view by itself, for loopback; its `run` is the caller's."""
     ui = Ui(feed, Tenants({}), token_needed=False)
-
-    @contextlib.asynccontextmanager
-    async def living(app: Starlette) -> AsyncIterator[None]:
-        running = asyncio.create_task(ui.run(), name="ui")
-        try:
-            yield
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-
-    return Starlette(routes=ui.routes(), lifespan=living)
+    return Starlette(routes=ui.routes()), ui
 
 
 def _fault(error: ApiError) -> Response:
