@@ -23,9 +23,11 @@ from towline.gateway.server import ApiServer
 from towline.gateway.session_store import SessionStore
 from towline.gateway.sessions import Sessions
 from towline.gateway.tenants import Tenants
+from towline.gateway.ui_routes import Ui
 from towline.runtime.run_end import run_has_ended
 from towline.runtime.service import Service
 from towline.store.objects import ObjectStore
+from towline.view.feed import BusFeed
 
 if TYPE_CHECKING:
     from towline.gateway.grpc_server import GrpcServer
@@ -58,7 +60,12 @@ class GatewayService(Service):
             settings, fleet=self._fleet, desk=desk, planner=self._planner, tenants=tenants, metrics=self.metrics,
             sessions=sessions, not_ready=self._not_ready,
         )  # fmt: skip
-        self._server = ApiServer(self.api.app(), mine)
+        app = self.api.app()
+        self.ui: Ui | None = None
+        if mine.ui:
+            self.ui = Ui(BusFeed.of(bus, objects, settings, self._fleet.log), tenants, token_needed=bool(mine.tenants))
+            app.router.routes.extend(self.ui.routes())
+        self._server = ApiServer(app, mine)
         self._grpc = self._make_grpc(desk, tenants) if mine.grpc_port is not None else None
 
     @property
@@ -91,6 +98,8 @@ class GatewayService(Service):
             asyncio.create_task(part, name=name)
             for name, part in (("fleet", self._fleet.run()), ("model", self._tell()), ("sweep", self._sweep()))
         ]
+        if self.ui is not None:
+            parts.append(asyncio.create_task(self.ui.run(), name="ui"))
         ending = asyncio.create_task(self._until_end())
         try:
             done, _ = await asyncio.wait([*parts, ending], return_when=asyncio.FIRST_COMPLETED)
