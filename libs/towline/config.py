@@ -13,10 +13,14 @@ from pydantic import BaseModel, Field, SecretStr, field_validator, model_validat
 
 from towline.bus.topology import ACK_WAIT_SECONDS, MAX_ATOMIC_MESSAGES, REWARD_ACK_WAIT_SECONDS, RUN_NAME
 from towline.config_loading import STRICT, Count, ImportPath, Positive, import_object, read_settings
-from towline.config_servers import BusSettings, StoreSettings
+from towline.config_servers import BusSettings, StoreSettings, read_secret
 from towline.config_sessions import SessionSettings
+from towline.errors import UsageError
 
 __all__ = ["BusSettings", "SessionSettings", "StoreSettings", "import_object"]
+
+LEAST_TOKEN = 16
+"""Characters of a tenant's token."""
 
 
 class _Section(BaseModel):
@@ -283,14 +287,23 @@ class ServiceSettings(_Section):
     """0: any free one; it's logged and stands in the status."""
     token: SecretStr = SecretStr("")
     """Bearer token; needed where host isn't a loopback address."""
+    token_file: str = ""
+    """A file that holds the token, instead of its value here."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
     drain_seconds: Positive = 8.0
 
+    @property
+    def secret(self) -> str:
+        """The token, by value or from its file."""
+        return read_secret(self.token_file, "service.token_file") or self.token.get_secret_value()
+
 
 class TenantSettings(_Section):
-    token: SecretStr
+    token: SecretStr = SecretStr("")
     """The bearer token: at least 16 characters."""
+    token_file: str = ""
+    """A file that holds it, instead of its value here."""
     requests_per_minute: Annotated[int, Field(ge=0)] = 0
     """0: no limit."""
     concurrent: Annotated[int, Field(ge=0)] = 0
@@ -300,12 +313,22 @@ class TenantSettings(_Section):
     may_reward: bool = False
     """Where gateway.sessions.client_rewards allows it, this tenant's `finish` may say the reward."""
 
-    @field_validator("token")
-    @classmethod
-    def _long(cls, value: SecretStr) -> SecretStr:
-        if len(value.get_secret_value()) < 16:
-            raise ValueError("use at least 16 characters")
-        return value
+    @property
+    def secret(self) -> str:
+        """The token, by value or from its file. `UsageError` where the file's is too short."""
+        token = read_secret(self.token_file, "gateway.tenants: token_file")
+        if self.token_file and len(token) < LEAST_TOKEN:
+            raise UsageError(f"{self.token_file}: a tenant's token has at least {LEAST_TOKEN} characters", code="tenant_token")
+        return token or self.token.get_secret_value()
+
+    @model_validator(mode="after")
+    def _one(self) -> TenantSettings:
+        token = self.token.get_secret_value()
+        if bool(self.token_file) == bool(token):
+            raise ValueError("give either token or token_file")
+        if token and len(token) < LEAST_TOKEN:
+            raise ValueError(f"use at least {LEAST_TOKEN} characters for token")
+        return self
 
 
 class GatewaySettings(_Section):

@@ -46,10 +46,11 @@ class HealthServer:
     """Serves a service's health and metrics; `port` is the one that it listens on."""
 
     def __init__(self, settings: ServiceSettings, health: Health, metrics: Metrics) -> None:
-        self._token = settings.token.get_secret_value()
+        self._token = settings.secret
         if not self._token and not is_loopback(settings.host):
             raise UsageError(
-                f"service.host = {settings.host} listens beyond this machine and needs service.token; set it, or use 127.0.0.1",
+                f"service.host = {settings.host} listens beyond this machine and needs service.token or token_file; "
+                "set one, or use 127.0.0.1",
                 code="service_token",
             )
         self._health = health

@@ -28,6 +28,7 @@ class Tenants:
 
     def __init__(self, settings: Mapping[str, TenantSettings], clock: Callable[[], float] = time.monotonic) -> None:
         self._settings, self._clock = settings, clock
+        self._tokens = {name: one.secret.encode() for name, one in settings.items()}
         self._counts = {name: _Counts(float(one.requests_per_minute), clock()) for name, one in settings.items()}
 
     def of(self, authorization: str) -> str:
@@ -36,8 +37,8 @@ class Tenants:
             return ANYBODY
         scheme, _, given = authorization.partition(" ")
         found = None
-        for name, one in self._settings.items():
-            if hmac.compare_digest(given.strip().encode("utf-8", "replace"), one.token.get_secret_value().encode()):
+        for name, token in self._tokens.items():
+            if hmac.compare_digest(given.strip().encode("utf-8", "replace"), token):
                 found = name
         if found is None or scheme.lower() != "bearer":
             raise ApiError(
