@@ -76,6 +76,17 @@ POINTS = {
     "publisher.published": "policy.committed or policy.refused was published; staged isn't acknowledged yet",
     "publisher.acknowledged": "staged is acknowledged; the anchor that may be due isn't begun",
     "publisher.anchor_uploaded": "an anchor's files are uploaded; its record isn't",
+    "gateway.task_taken": "a task was taken from lane session; no session of it stands",
+    "gateway.session_claimed": "the task's session stands; its client wasn't told",
+    "gateway.turn_sampled": "a turn's tokens are there; the session doesn't have them",
+    "gateway.turn_kept": "the session has the turn; its client wasn't told",
+    "gateway.finish_marked": "the session is to be finished; nothing of it is published",
+    "gateway.trajectory_published": "the session's trajectory stands; its task isn't acknowledged",
+    "gateway.task_acknowledged": "the task of a finished session is acknowledged; the session doesn't say so",
+    "gateway.finished": "the session is finished; its client wasn't told",
+    "gateway.end_marked": "a claimed session is given up; nobody was told",
+    "gateway.failure_published": "the failure of a claimed session stands; its task isn't acknowledged",
+    "gateway.end_acknowledged": "the task of a session that was given up is acknowledged; the session doesn't say so",
 }
 """Every point's name and what has happened there."""
 _reached = dict.fromkeys(POINTS, 0)

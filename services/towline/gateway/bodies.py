@@ -255,6 +255,21 @@ class SessionBody(_Body):
     """Since its last change; the longest, a day, where it's left out."""
 
 
+class ClaimBody(SessionBody):
+    """A new session that is bound to an admitted sample; unchanged for `ttl_seconds` it's abandoned."""
+
+    lane: Literal["session"] = "session"
+    environment: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """What the client can do; a task for another one is left to others."""
+    weight_version: WeightVersion | None = None
+    """For turns that don't say what they accept."""
+
+    @property
+    def constraint(self) -> Constraint:
+        wanted = self.weight_version or WeightVersion()
+        return Constraint(min_version=wanted.min_version, exact_version=wanted.exact_version)
+
+
 class SessionChatBody(_Chat):
     """A turn: the conversation whole, as OpenAI's clients send it. One answer, not streamed."""
 
@@ -266,12 +281,17 @@ class SessionChatBody(_Chat):
 
 
 class FinishBody(_Body):
-    """The sample that the session becomes; without a group it's one of its own."""
+    """The sample that the session becomes; without a group it's one of its own. A claimed session is its task's sample."""
 
     reference: Kept = {}
     group: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     sample: Annotated[int, Field(ge=0, lt=MAX_ATOMIC_MESSAGES)] = 0
     group_size: Annotated[int, Field(ge=1, le=MAX_ATOMIC_MESSAGES)] = 1
+    node: Annotated[int, Field(ge=0, le=LARGEST_TOKEN)] | None = None
+    """Whose branch is published; the head's where it's left out."""
+    reward: float | None = None
+    """Where the run lets its clients judge."""
+    components: Annotated[dict[Annotated[str, Field(max_length=200)], float], Field(max_length=100)] = {}
 
     @model_validator(mode="after")
     def _within(self) -> FinishBody:
@@ -279,6 +299,8 @@ class FinishBody(_Body):
             raise ValueError("sample: samples of a group are numbered from 0 to group_size - 1")
         if self.group is None and self.group_size > 1:
             raise ValueError("group: several samples need the name that they share")
+        if self.components and self.reward is None:
+            raise ValueError("components: give the reward that they are parts of")
         return self
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from towline import spans
 from collections.abc import Callable
 
+from towline import spans
 from towline.bus.client import Bus
 from towline.bus.topology import CONTROL
 from towline.config import Settings
@@ -33,9 +33,7 @@ def trajectory_of(
     )  # fmt: skip
 
 
-async def publish(
-    bus: Bus, trajectory: Trajectory, is_mine: Callable[[bytes], bool] | None = None
-) -> tuple[str, int | None]:
+async def publish(bus: Bus, trajectory: Trajectory, is_mine: Callable[[bytes], bool] | None = None) -> tuple[str, int | None]:
     """The subject, and the sequence of its one message; None where another session's stands there. `is_mine` tells whether what
     stands is this one's; an external sample's by its session's name, where it's left out."""
     subject = bus.topology.trajectory(trajectory.group, trajectory.sample)

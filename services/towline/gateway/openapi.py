@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from towline.gateway.bodies import ChatBody, CompletionBody, FinishBody, GenerateBody, SessionBody, SessionChatBody
+from towline.gateway.bodies import ChatBody, ClaimBody, CompletionBody, FinishBody, GenerateBody, SessionBody, SessionChatBody
 from towline.gateway.sessions import CHAT
 
 _REF = "#/components/schemas/{model}"
@@ -19,6 +19,8 @@ _FAULTS = {
     "503": "no replica, or none with room: Retry-After",
 }  # fmt: skip
 
+_MADE = {"201": {"description": "it is made"}, "204": {"description": "there is none to be had"}}
+
 
 def document(title: str) -> dict[str, Any]:
     """OpenAPI 3.1."""
@@ -29,6 +31,7 @@ def document(title: str) -> dict[str, Any]:
         CHAT: (SessionChatBody, "the session's next turn, as OpenAI's chat completions"),
     }
     sessions: dict[tuple[str, str], tuple[type[BaseModel] | None, str]] = {
+        ("/tasks/claim", "post"): (ClaimBody, "a new session that is bound to an admitted sample; 204: there is none to be had"),
         ("/sessions", "post"): (SessionBody, "a new session"),
         ("/sessions/{session}", "get"): (None, "its turns, tokens and logprobs"),
         ("/sessions/{session}", "delete"): (None, "it is no more"),
@@ -57,7 +60,7 @@ def document(title: str) -> dict[str, Any]:
             "summary": summary,
             "operationId": f"{method}_{_operation(path)}",
             "parameters": _in_path(path),
-            "responses": _responses(summary) | ({"201": {"description": summary}} if path == "/sessions" else {}),
+            "responses": _responses(summary) | ({} if _in_path(path) else _MADE),
         } | ({"requestBody": _body(body)} if body is not None else {})
     for path, summary in {
         "/v1/models": "the run and the versions that are served", "/server_info": "the fleet", "/health": "ready or not",

@@ -91,6 +91,11 @@ class Planner:
         """Of a session: `prompt` is the path that stands, token by token."""
         return replace(self._openai(body, [prompt], _most(body), constraint), session=session)
 
+    def text(self, tokens: list[int]) -> str | None:
+        """The tokens' text, special ones too; None where the model has no tokenizer."""
+        tokenizer = self._model.tokenizer
+        return None if tokenizer is None else str(tokenizer.decode(tokens, skip_special_tokens=False))
+
     def boundary(self, variables: Mapping[str, Any]) -> Boundary:
         """The model's, for sessions with these template variables; `UsageError` where there can be none."""
         self._model.encode("")

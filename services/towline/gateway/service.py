@@ -13,6 +13,8 @@ from towline.errors import MissingError, UnavailableError, UsageError
 from towline.gateway.answers import unavailable
 from towline.gateway.app import Api
 from towline.gateway.calls import Calls
+from towline.gateway.claims import Claims
+from towline.gateway.claims_keeper import Keeper
 from towline.gateway.desk import Desk
 from towline.gateway.fleet import Fleet
 from towline.gateway.idempotency import Ledger
@@ -52,10 +54,12 @@ class GatewayService(Service):
         self._model: Planner | None = None
         self._sessions = SessionStore(bus, objects, settings.run.name)
         desk, tenants = Desk(mine, self._sampler, self._ledger), Tenants(mine.tenants)
+        self._claims = Claims(settings, bus=bus, store=self._sessions, fleet=self._fleet, metrics=self.metrics, replica=replica)
         sessions = Sessions(
-            settings, bus=bus, store=self._sessions, desk=desk, fleet=self._fleet, planner=self._planner, metrics=self.metrics,
-            replica=replica,
+            settings, bus=bus, store=self._sessions, claims=self._claims, desk=desk, fleet=self._fleet, planner=self._planner,
+            metrics=self.metrics, replica=replica,
         )  # fmt: skip
+        self._keeper = Keeper(bus, self._sessions, self._claims, sessions.finisher, mine.sessions.keep_seconds)
         self.api = Api(
             settings, fleet=self._fleet, desk=desk, planner=self._planner, tenants=tenants, metrics=self.metrics,
             sessions=sessions, not_ready=self._not_ready,
@@ -96,8 +100,11 @@ class GatewayService(Service):
         self.log.info("api_listening", **{name: port for name, port in self.figures().items() if name.endswith("_port")})
         parts = [
             asyncio.create_task(part, name=name)
-            for name, part in (("fleet", self._fleet.run()), ("model", self._tell()), ("sweep", self._sweep()))
-        ]
+            for name, part in (
+                ("fleet", self._fleet.run()), ("model", self._tell()), ("sweep", self._sweep()),
+                *((("claims", self._claims.run()), ("keeper", self._keeper.run())) if self._claims.open else ()),
+            )
+        ]  # fmt: skip
         if self.ui is not None:
             parts.append(asyncio.create_task(self.ui.run(), name="ui"))
         ending = asyncio.create_task(self._until_end())

@@ -19,9 +19,11 @@ import structlog
 from towline.bus.client import Bus
 from towline.bus.topology import SESSIONS
 from towline.contract.codec import SCHEMA, decode, encode
-from towline.contract.task import SamplingParams
-from towline.errors import MissingError, UnavailableError
+from towline.contract.outcome import FailureStage
+from towline.contract.task import SamplingParams, Task
+from towline.errors import ConflictError, MissingError, UnavailableError
 from towline.gateway.answers import ApiError
+from towline.gateway.routing import Constraint
 from towline.store.objects import ObjectStore
 
 INLINE_BYTES = 1024
@@ -34,6 +36,10 @@ _READ_TRIES = 5
 _log = structlog.get_logger("towline.gateway")
 
 
+State = Literal["open", "finishing", "finished", "ending", "ended"]
+"""A claimed session is `ending` once it's given up, and `ended` when that is told."""
+
+
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
     """What /finish was asked for; `at` (Unix seconds) is when, so that a repeat publishes the very same bytes."""
 
@@ -42,6 +48,30 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int
     reference: dict[str, Any]
     at: float
+    node: int | None = None
+    """Whose branch; None: the head's."""
+    reward: float | None = None
+    components: dict[str, float] = {}
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """The task that a session is bound to, as far as whoever keeps it needs it. `receipt`: where the lane takes its ack."""
+
+    task_sequence: int
+    delivery: int
+    receipt: str
+    lane: str
+    group: int
+    sample: int
+    began_on: int | None = None
+    """The version of the first token that the policy said on the head's path."""
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a claimed session can't be finished any more. `stage` None: the buffer knows already."""
+
+    stage: FailureStage | None
+    reason: str
 
 
 class Content(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,12 +84,24 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
     session: bytes = b""
     sampling: SamplingParams | None = None
     seed: int = 0
-    state: Literal["open", "finishing", "finished"] = "open"
+    state: State = "open"
     finish: Finish | None = None
+    task: Task | None = None
+    """Of a claimed session, as is `claim`."""
+    claim: Claim | None = None
+    min_version: int | None = None
+    exact_version: int | None = None
+    """What its claim asked for; turns that ask for nothing have it."""
+    end: End | None = None
+
+    @property
+    def constraint(self) -> Constraint:
+        return Constraint(min_version=self.min_version, exact_version=self.exact_version)
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """`content`, or in its place the name of an object. `write` is random: no two writes are the same bytes."""
+    """`content`, or in its place the name of an object. `write` is random: no two writes are the same bytes. `state` and `claim`
+    are the content's, for who looks over all of them."""
 
     schema: int = SCHEMA
     tenant: str
@@ -68,6 +110,12 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     write: bytes
     content: bytes = b""
     blob: str = ""
+    state: State = "open"
+    claim: Claim | None = None
+
+    @property
+    def written_at(self) -> float:
+        return self.expires_at - self.ttl_seconds
 
 
 _entry = msgspec.msgpack.Decoder(Entry)
@@ -91,25 +139,30 @@ class SessionStore:
         self.bucket = bus.kv(SESSIONS)
         self._objects, self._prefix = objects, f"{run}/sessions/"
 
-    async def create(self, tenant: str, content: Content, ttl_seconds: float) -> Held:
-        name = f"sess-{secrets.token_hex(16)}"
+    async def create(self, tenant: str, content: Content, ttl_seconds: float, name: str | None = None) -> Held:
+        """`ConflictError` where a session of this name stands already."""
+        name = f"sess-{secrets.token_hex(16)}" if name is None else name
         entry = await self._entry_of(name, tenant, content, ttl_seconds)
         revision = await self.bucket.create(name, encode(entry))
         if revision is None:
-            raise UnavailableError(f"session {name} exists already: ask again", code="session_exists")
+            await self._forget(entry)
+            raise ConflictError(f"session {name} exists already: ask again", code="session_exists")
         return Held(name, entry, revision, content)
 
     async def load(self, name: str, tenant: str) -> Held:
         """404 where the tenant has no such session, or its time is over."""
-        if not _ID.fullmatch(name):
+        held = await self.look(name) if _ID.fullmatch(name) else None
+        if held is None or held.entry.tenant != tenant or held.entry.expires_at <= time.time():
             raise missing(name)
+        return held
+
+    async def look(self, name: str) -> Held | None:
+        """Whosever it is, and also where its time is over."""
         for _ in range(_READ_TRIES):
             found = await self.bucket.entry(name)
             if found is None:
-                raise missing(name)
+                return None
             entry, revision = decode(_entry, found[0], "session entry"), found[1]
-            if entry.tenant != tenant or entry.expires_at <= time.time():
-                raise missing(name)
             with contextlib.suppress(MissingError):  # a later write has put another object in its place
                 data = await asyncio.to_thread(self._objects.get, self._prefix + entry.blob) if entry.blob else entry.content
                 return Held(name, entry, revision, decode(_content, data, "session content"))
@@ -129,13 +182,23 @@ class SessionStore:
         await self.bucket.delete(held.id)
         await self._forget(held.entry)
 
+    async def entries(self) -> dict[str, Entry]:
+        """Every session's, as it stood at some moment of the call."""
+        return {
+            name: decode(_entry, data, "session entry")
+            for name, data in (await self.bucket.items()).items()
+            if _ID.fullmatch(name)
+        }
+
     async def sweep(self, now: float | None = None) -> int:
-        """Delete sessions whose time is over, and objects that no entry can name any more; how many of both."""
+        """Delete sessions whose time is over, and objects that no entry can name any more; how many of both. Claimed ones that
+        aren't settled are the keeper's."""
         at, gone = time.time() if now is None else now, 0
-        for name, data in (await self.bucket.items()).items():
-            if decode(_entry, data, "session entry").expires_at <= at and (found := await self.bucket.entry(name)) is not None:
+        for name, seen in (await self.entries()).items():
+            if seen.expires_at <= at and (found := await self.bucket.entry(name)) is not None:
                 entry = decode(_entry, found[0], "session entry")
-                if entry.expires_at <= at and await self.bucket.delete(name, found[1]):
+                settled = entry.claim is None or entry.state in ("finished", "ended")
+                if settled and entry.expires_at <= at and await self.bucket.delete(name, found[1]):
                     await self._forget(entry)
                     gone += 1
         return gone + await asyncio.to_thread(self._sweep_objects, at - KEPT_SECONDS)
@@ -154,7 +217,7 @@ class SessionStore:
             data = b""
         return Entry(
             tenant=tenant, ttl_seconds=ttl_seconds, expires_at=time.time() + ttl_seconds, write=secrets.token_bytes(8),
-            content=data, blob=blob,
+            content=data, blob=blob, state=content.state, claim=content.claim,
         )  # fmt: skip
 
     async def _forget(self, entry: Entry) -> None:

@@ -18,22 +18,25 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from towline import faults
 from towline.bus.client import Bus
 from towline.config import Settings
-from towline.contract.trajectory import Trajectory
 from towline.errors import ConflictError
 from towline.gateway.answers import ApiError, invalid
-from towline.gateway.bodies import FinishBody, SessionBody, SessionChatBody, parse
-from towline.gateway.desk import Desk, read_body
-from towline.gateway.external import publish, trajectory_of
+from towline.gateway.bodies import ClaimBody, FinishBody, SessionBody, SessionChatBody, parse
+from towline.gateway.claims import Claims
+from towline.gateway.claims_turns import bind, claimed, left_of, task_of
+from towline.gateway.desk import Desk, read_body, wait_seconds
+from towline.gateway.finishing import Finisher
 from towline.gateway.fleet import Fleet
 from towline.gateway.formats import OpenAIFormat
 from towline.gateway.jobs import Job
 from towline.gateway.plans import Planner, bound_model
-from towline.gateway.session_store import LONGEST_SECONDS, Content, Finish, Held, SessionStore, conflict
+from towline.gateway.session_rooms import Rooms
+from towline.gateway.session_store import LONGEST_SECONDS, Content, End, Finish, Held, SessionStore, conflict
 from towline.runtime.metrics import Metrics
 from towline.session.record import decode_session, encode_session
-from towline.session.tree import Place, Session
+from towline.session.tree import Limits, Place, Session
 
 CHAT = "/sessions/{session}/v1/chat/completions"
 
@@ -65,16 +68,22 @@ class Sessions:
         *,
         bus: Bus,
         store: SessionStore,
+        claims: Claims,
         desk: Desk,
         fleet: Fleet,
         planner: Callable[[], Planner],
         metrics: Metrics,
         replica: str,
     ) -> None:
-        self._settings, self._bus, self._store = settings, bus, store
-        self._desk, self._fleet, self._planner, self._replica = desk, fleet, planner, replica
+        self._settings, self._store, self._claims = settings, store, claims
+        self._desk, self._fleet, self._planner = desk, fleet, planner
+        self._rooms = Rooms(store, settings.gateway.tenants)
+        mine = settings.gateway.sessions
+        self._limits = Limits(nodes=2 * mine.max_turns, tokens=mine.max_tokens)
+        self.finisher = Finisher(
+            settings, bus=bus, store=store, claims=claims, tree=self._session, metrics=metrics, replica=replica
+        )
         self._mismatches = metrics.counter("session_mismatches_total", "histories that differed from what was said", ["kind"])
-        self._finished = metrics.counter("sessions_finished_total", "sessions that became trajectories")
 
     def routes(
         self,
@@ -95,6 +104,7 @@ class Sessions:
             return await serve(request, tenant, lambda data: self._begin(request, tenant, data))
 
         return [
+            Route("/tasks/claim", brief(self._claim), methods=["POST"]),
             Route("/sessions", brief(self._open), methods=["POST"]),
             Route("/sessions/{session}", brief(self._tell), methods=["GET"]),
             Route("/sessions/{session}", brief(self._delete), methods=["DELETE"]),
@@ -111,15 +121,19 @@ class Sessions:
         # Where this model can have no sessions, its first turn is too late to say so.
         await asyncio.to_thread(self._planner().boundary, body.chat_template_kwargs)
         content = Content(created=time.time(), variables=body.chat_template_kwargs, tools=body.tools)
-        held = await self._store.create(tenant, content, seconds)
+        async with self._rooms.room(tenant):
+            held = await self._store.create(tenant, content, seconds)
         return JSONResponse({"id": held.id, "expires_at": held.entry.expires_at}, 201)
 
     async def _begin(self, request: Request, tenant: str, data: bytes) -> tuple[Job, Any, bool]:
         body = parse(SessionChatBody, data)
         constraint = bound_model(body.model, self._settings.run.name, body.constraint)
         held = await self._load(request, tenant, change=True)
-        first = held.content.sampling
-        if first is not None:
+        task, first = held.content.task, held.content.sampling
+        if task is not None:
+            bind(body, task)
+            constraint = self._claims.constraint(task, constraint if constraint.target is not None else held.content.constraint)
+        elif first is not None:
             if body.temperature not in (None, first.temperature):
                 raise invalid(
                     f"temperature: this session samples at {first.temperature:g}, and a trajectory has one; begin another session"
@@ -129,9 +143,11 @@ class Sessions:
 
         def prepare() -> tuple[Session, Place, dict[str, int]]:
             session = self._session(held.content)
-            before = dict(session.mismatches)
+            before, head = dict(session.mismatches), session.head
             tools = held.content.tools if body.tools is None else body.tools
             place = session.place([message.plain() for message in body.messages], tools)
+            if task is not None:
+                left_of(session, place, head, task, body, self._settings.rollout.max_context_tokens)
             return session, place, before
 
         session, place, before = await asyncio.to_thread(prepare)
@@ -169,9 +185,13 @@ class Sessions:
             session.head = node
             return node, encode_session(session)
 
+        faults.point("gateway.turn_sampled")
         node, data = await asyncio.to_thread(record)
         changed = msgspec.structs.replace(held.content, session=data, sampling=choice.ask.sampling, seed=choice.ask.seed)
+        if changed.claim is not None:
+            changed = msgspec.structs.replace(changed, claim=msgspec.structs.replace(changed.claim, began_on=_began_on(session)))
         await self._store.save(held, changed)
+        faults.point("gateway.turn_kept")
         return {"id": held.id, "node": node, "turns": _turns(session), "mismatches": dict(session.mismatches)}
 
     async def _tell(self, request: Request, tenant: str) -> Response:
@@ -191,7 +211,7 @@ class Sessions:
                 "id": held.id, "state": held.content.state, "created": held.content.created,
                 "expires_at": held.entry.expires_at, "family": session.boundary.family, "head": session.head,
                 "path": session.path(), "turns": _turns(session), "tokens": session.tokens(), "nodes": nodes,
-                "mismatches": dict(session.mismatches),
+                "mismatches": dict(session.mismatches), **task_of(held),
             }  # fmt: skip
 
         answer = await asyncio.to_thread(lambda: msgspec.json.encode(view()))
@@ -216,70 +236,77 @@ class Sessions:
         )
 
     async def _delete(self, request: Request, tenant: str) -> Response:
-        await self._store.delete(await self._load(request, tenant))
+        held = await self._load(request, tenant)
+        if held.content.claim is not None and held.content.state == "finishing":
+            raise conflict(f"session {held.id} is being finished: it can't be deleted now")
+        if held.content.claim is not None and held.content.state == "open":
+            held = await self._claims.end(held, End(stage="abandoned", reason="its client deleted it"))
+        await self._store.delete(held)
         return JSONResponse({"id": request.path_params["session"], "deleted": True})
 
-    async def _finish(self, request: Request, tenant: str) -> Response:
-        """In three steps, each of which a repeat goes on from: nothing may change any more; published; said to be so."""
-        body = parse(FinishBody, await self._body(request) or b"{}")
-        held = await self._load(request, tenant)
-        wanted = Finish(
-            name=f"{tenant}/{body.group or held.id}", sample=body.sample, group_size=body.group_size, reference=body.reference,
-            at=time.time(),
-        )  # fmt: skip
-        standing = held.content.finish
-        if standing is None:
-            content = msgspec.structs.replace(held.content, state="finishing", finish=wanted)
-            await self._made(held.id, content)  # what can't be finished stays open
-            held = await self._store.save(held, content)
-        elif msgspec.structs.replace(wanted, at=standing.at) != standing:
-            raise conflict(f"session {held.id} was finished otherwise: as sample {standing.sample} of {standing.name!r}")
-        trajectory = await self._made(held.id, held.content)
-        subject, sequence = await publish(self._bus, trajectory)
-        if sequence is None:
-            await self._store.save(held, msgspec.structs.replace(held.content, state="open", finish=None))
-            raise conflict(f"sample {body.sample} of group {body.group!r} stands already: give another sample or group")
-        if held.content.state != "finished":
-            await self._store.save(held, msgspec.structs.replace(held.content, state="finished"))
-            self._finished.inc()
-        return JSONResponse(
-            {
-                "id": held.id, "group": trajectory.group, "sample": trajectory.sample, "group_size": trajectory.group_size,
-                "subject": subject, "sequence": sequence, "tokens": int(trajectory.tokens.size),
-                "policy_tokens": trajectory.policy_tokens, "weight_version_start": trajectory.version_start,
-                "weight_version_end": trajectory.version_end,
-            }
-        )  # fmt: skip
+    async def _claim(self, request: Request, tenant: str) -> Response:
+        """201 with the session and its task; 204 where there is none to be had."""
+        body = parse(ClaimBody, await self._body(request) or b"{}")
+        if not self._claims.open:
+            raise ApiError(404, "no_session_lane", "this run has no tasks to claim: buffer.session_groups is 0")
+        planner = self._planner()
+        await asyncio.to_thread(planner.boundary, body.chat_template_kwargs)
+        async with self._rooms.room(tenant):
+            waits = wait_seconds(request, self._settings.gateway.max_wait_seconds)
+            held = await self._claims.claim(tenant, body, body.chat_template_kwargs, waits)
+        if held is None:
+            return Response(status_code=204, headers={"Retry-After": "1"})
+        return JSONResponse(await asyncio.to_thread(claimed, held, planner, self._settings), 201)
 
-    async def _made(self, name: str, content: Content) -> Trajectory:
-        settings, sampling, finish = self._settings, content.sampling, content.finish
-        if sampling is None or finish is None:
-            raise conflict("the session has no turn of the policy: there is nothing to finish")
-        if sampling.temperature <= 0:
-            raise conflict("the session was sampled greedily (temperature 0): its logprobs can't be trained on")
-        try:
-            return await asyncio.to_thread(
-                lambda: trajectory_of(
-                    self._session(content), name, content, sampling, finish, settings, f"gateway-{self._replica}"
-                )
-            )
-        except ConflictError as error:
-            raise conflict(error.message) from error
+    async def _finish(self, request: Request, tenant: str) -> Response:
+        body = parse(FinishBody, await self._body(request) or b"{}")
+        if body.reward is not None:
+            self._may_judge(tenant)
+        held = await self._load(request, tenant)
+        content = held.content
+        if content.task is None:
+            name = f"{tenant}/{body.group or held.id}"
+            sample, size, reference = body.sample, body.group_size, body.reference
+        elif said := body.model_fields_set & {"group", "sample", "group_size", "reference"}:
+            raise invalid(f"{sorted(said)[0]}: a claimed session is the sample of its task; leave it out")
+        else:
+            name, sample, size, reference = f"{tenant}/", content.task.sample, content.task.group_size, {}
+        wanted = Finish(
+            name=name, sample=sample, group_size=size, reference=reference, at=time.time(), node=body.node, reward=body.reward,
+            components=body.components,
+        )  # fmt: skip
+        return JSONResponse(await self.finisher.finish(held, wanted))
+
+    def _may_judge(self, tenant: str) -> None:
+        own = self._settings.gateway.tenants.get(tenant)
+        if not self._settings.gateway.sessions.client_rewards or (own is not None and not own.may_reward):
+            raise ApiError(
+                403, "permission_error",
+                "reward: the run's reward function judges its samples (gateway.sessions.client_rewards, tenants.NAME.may_reward)",
+            )  # fmt: skip
 
     # Common to them
 
     async def _load(self, request: Request, tenant: str, *, change: bool = False) -> Held:
         held = await self._store.load(request.path_params["session"], tenant)
         if change and held.content.state != "open":
-            raise conflict(f"session {held.id} is {held.content.state}: begin another one")
+            why = "" if held.content.end is None else f" ({held.content.end.reason})"
+            raise conflict(f"session {held.id} is {held.content.state}{why}: begin another one")
+        if change:
+            await self._claims.check(held)
         return held
 
     def _session(self, content: Content) -> Session:
         boundary = self._planner().boundary(content.variables)
-        return decode_session(content.session, boundary) if content.session else Session(boundary)
+        return decode_session(content.session, boundary, self._limits) if content.session else Session(boundary, self._limits)
 
     async def _body(self, request: Request) -> bytes:
         return await read_body(request, self._settings.gateway.max_body_bytes)
+
+
+def _began_on(session: Session) -> int | None:
+    """The version of the head's path's first policy token."""
+    return next((node.spans[0].version for node in map(session.nodes.__getitem__, session.path()) if node.spans), None)
 
 
 def _turns(session: Session) -> int:

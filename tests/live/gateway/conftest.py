@@ -85,10 +85,16 @@ class Scene:
         return self.workers[name]
 
     async def gateway(
-        self, *, ready: bool = True, tenants: dict[str, TenantSettings] | None = None, **gateway: Any
+        self,
+        *,
+        ready: bool = True,
+        tenants: dict[str, TenantSettings] | None = None,
+        buffer: dict[str, Any] | None = None,
+        rollout: dict[str, Any] | None = None,
+        **gateway: Any,
     ) -> httpx.AsyncClient:
         """A client of a gateway of its own."""
-        settings = self.settings(gateway=gateway | ({"tenants": tenants} if tenants else {}))
+        settings = self.settings(gateway=gateway | ({"tenants": tenants} if tenants else {}), buffer=buffer, **(rollout or {}))
         bus = await Bus.connect(self._bus_settings, run=self.world.run, client_name="gateway")
         service = GatewayService(settings, bus=bus, objects=self.world.objects, replica=f"g{len(self._gateways)}")
         running = asyncio.create_task(service.run())
