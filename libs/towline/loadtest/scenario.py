@@ -1,0 +1,228 @@
+"""A load test's scenario: a run's settings as in any run's TOML file, and a table `[load]` that says how it's loaded.
+
+The same file is what `towline simulate` reads. Sections that a load test doesn't depend on (model, prompts, reward) have
+defaults here: the synthetic policy, prompts and verifier.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from towline.config import BusSettings, Settings, StoreSettings
+from towline.errors import UsageError
+
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Target = Literal["buffer", "rollout_worker", "reward", "trainer", "publisher", "nats-server"]
+
+TASK = "towline.loadtest.task"
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TrainerLoad(_Table):
+    """The synthetic trainer: it fetches and checks rows as a real one, computes for a while, and changes some weights."""
+
+    step_seconds: Annotated[float, Field(ge=0)] = 1.0
+    """Mean time of a step."""
+    step_sigma: Annotated[float, Field(ge=0)] = 0.0
+    """Of the log of a step's time."""
+    seconds_per_token: Annotated[float, Field(ge=0)] = 0.0
+    """Of the batch's policy tokens, on top."""
+    model_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
+    changed_share: Share = 0.01
+    """Of the elements, by one ulp, a step."""
+
+
+class Disturbance(_Table):
+    """Something that happens to the run, once or again and again. Times are seconds after the first version is served."""
+
+    target: Target
+    action: Literal["kill", "pause"] = "kill"
+    """kill: SIGKILL, and the supervisor starts it again. pause: SIGSTOP for `seconds`, then SIGCONT."""
+    at_seconds: Annotated[float, Field(ge=0)] = 5.0
+    every_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """0: once."""
+    seconds: Positive = 5.0
+
+
+class Link(_Table):
+    """What a simulation assumes between a replica's host and bus and store. A load test doesn't shape its network."""
+
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of the workers."""
+    round_trip_seconds: Annotated[float, Field(ge=0)] = 0.0
+    bytes_per_second: Annotated[float, Field(ge=0)] = 0.0
+    """Of one host; 0: no limit."""
+
+
+class Model(_Table):
+    """What a simulation can't know and a measurement can: costs of this machine's hops, seconds."""
+
+    task_seconds: Annotated[float, Field(ge=0)] = 0.01
+    """From a task's record to a worker that has a free slot."""
+    score_seconds: Annotated[float, Field(ge=0)] = 0.01
+    """From a finished sample to the buffer's knowing its score."""
+    scores_per_second: Annotated[float, Field(ge=0)] = 0.0
+    """The reward services together; 0: no limit."""
+    batch_seconds: Annotated[float, Field(ge=0)] = 0.05
+    """From the last score of a batch to rows at the trainer."""
+    snapshot_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """Training stands still for it before a version's encoding."""
+    publish_seconds: Annotated[float, Field(ge=0)] = 0.2
+    """Encode, upload, verify and commit a version."""
+    prepare_seconds: Annotated[float, Field(ge=0)] = 0.05
+    """A host's download, application and proof, besides the link."""
+    pause_seconds: Annotated[float, Field(ge=0)] = 0.0
+    store_bytes_per_second: Annotated[float, Field(ge=0)] = 0.0
+    """All hosts together; 0: no limit."""
+    wire_bytes: Annotated[int, Field(ge=0)] = 0
+    """Of a version's delta."""
+    start_seconds: Annotated[float, Field(ge=0)] = 2.0
+    """Of a worker that was killed, until it serves again."""
+    worker_mtbf_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """Mean time between one worker's failures; 0: none fails."""
+    trainer_mtbf_seconds: Annotated[float, Field(ge=0)] = 0.0
+    trainer_start_seconds: Annotated[float, Field(ge=0)] = 60.0
+    links: tuple[Link, ...] = (Link(),)
+
+
+class Threshold(_Table):
+    least: float | None = None
+    most: float | None = None
+
+
+class Load(_Table):
+    kind: Literal["run", "transport", "gateway"] = "run"
+    """run: a whole run; transport: one hop, worker -> bus or store -> trainer, against the bare clients; gateway: HTTP."""
+    workers: Count = 8
+    """Each with an engine and a connection of its own."""
+    processes: Count = 2
+    """That the workers share."""
+    start: tuple[Literal["buffer", "rollout_worker", "reward", "trainer", "publisher"], ...] = (
+        "buffer", "rollout_worker", "reward", "trainer", "publisher",
+    )  # fmt: skip
+    """What is started here; a deployed cluster has the others. Then bus.url and store.url name it."""
+    warm_up_seconds: Annotated[float, Field(ge=0)] = 5.0
+    """After the first batch: left out of every figure."""
+    measure_seconds: Positive = 20.0
+    """transport: of each rate or window; gateway: in all. A run ends by run.steps."""
+    most_seconds: Positive = 900.0
+    """A run that takes longer fails."""
+    repetitions: Count = 1
+    prompt_tokens: Count = 64
+    prompts: Count = 10_000
+    agent_turns: Annotated[float, Field(ge=0)] = 0.0
+    """Mean turns of a sample, geometric; 0: single turn."""
+    tool_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """Mean time of a tool, log-normal with sigma 1."""
+    tool_tokens: Annotated[int, Field(ge=0)] = 64
+    reward_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """A verifier's time for one sample."""
+    lengths_of: str = ""
+    """A recorded run (RUN, TOML or bundle) whose samples' lengths the engines draw from."""
+    trainer: TrainerLoad = TrainerLoad()
+    disturbances: tuple[Disturbance, ...] = ()
+    payload_bytes: tuple[Count, ...] = (65536,)
+    window: Count = 64
+    """transport: messages in flight in the closed loop, and at most in the open one for each sender; gateway: clients."""
+    senders: Count = 1
+    rates: tuple[Positive, ...] = ()
+    """transport: offered messages a second, one open-loop measurement each; none: the closed loop."""
+    profile: tuple[tuple[Positive, Positive], ...] = ()
+    """transport: (seconds, rate) one after the other in one open-loop measurement: a burst."""
+    rounds: Count = 3
+    """transport: closed-loop measurements, in turn with the bare clients'."""
+    sweep: tuple[Count, ...] = ()
+    """run: numbers of workers, a run each, for throughput against workers."""
+    messages: Count = 4000
+    """transport: of a closed-loop round."""
+    thresholds: dict[str, Threshold] = {}
+    """Metric -> what it must keep to, or the load test fails."""
+
+
+class Scenario(_Table):
+    """Settings of the run, and how it's loaded."""
+
+    name: str
+    path: Path
+    settings: Settings
+    load: Load
+    simulate: Model
+
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "model": {"source": "synthetic"},
+    "prompts": {"source": f"{TASK}:prompts"},
+    "sampling": {"max_tokens": 512, "stop_token_ids": [0]},
+    "reward": {"function": f"{TASK}:Verifier"},
+    "rollout": {"engine": "synthetic", "slots": 1},
+    "eval": {"every": 0},
+}
+
+
+def load_scenario(path: Path, overrides: Mapping[str, Any] | None = None) -> Scenario:
+    """The scenario of a TOML file, with `overrides` ("section.key" -> value, "load.trainer.step_seconds" too) on top.
+
+    A run's own TOML file is a scenario as well: with every default of `[load]`. `UsageError` has one line a fault.
+    """
+    try:
+        tree = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file; loadtests/ has scenarios", code="config_missing") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise UsageError(f"{path}: {error}", code="config_syntax") from None
+    for dotted, value in (overrides or {}).items():
+        *tables, key = dotted.split(".")
+        at = tree
+        for table in tables:
+            at = at.setdefault(table, {})
+            if not isinstance(at, dict):
+                raise UsageError(f"--set {dotted}: {table} is no table", code="override")
+        at[key] = value
+    load, simulate = tree.pop("load", {}), tree.pop("simulate", {})
+    tree.setdefault("run", {}).setdefault("name", path.stem)
+    for section, defaults in _DEFAULTS.items():
+        tree[section] = defaults | tree.get(section, {})
+    if "factory" in tree["model"]:
+        tree["model"].pop("source")
+    try:
+        made = Load.model_validate(load)
+        model = Model.model_validate(simulate)
+        settings = Settings.model_validate(_with_task(tree, made))
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors())
+        raise UsageError(f"{path}: {faults}", code="config") from None
+    return Scenario(name=path.stem, path=path, settings=settings, load=made, simulate=model)
+
+
+def _with_task(tree: dict[str, Any], load: Load) -> dict[str, Any]:
+    """The synthetic task's arguments, where the scenario names no task of its own."""
+    prompts, reward = tree["prompts"], tree["reward"]
+    if prompts["source"] == f"{TASK}:prompts":
+        prompts.setdefault("arguments", {"tokens": load.prompt_tokens, "rows": load.prompts})
+        if load.agent_turns:
+            prompts.setdefault("environment", f"{TASK}:Agent")
+            prompts.setdefault(
+                "environment_arguments", {"turns": load.agent_turns, "seconds": load.tool_seconds, "tokens": load.tool_tokens}
+            )
+    if reward["function"] == f"{TASK}:Verifier":
+        reward.setdefault("arguments", {"seconds": load.reward_seconds})
+    return tree
+
+
+def at_addresses(scenario: Scenario, bus: BusSettings, store: StoreSettings, directory: Path, name: str) -> Settings:
+    """The settings of one run of the load test."""
+    settings = scenario.settings
+    run = settings.run.model_copy(update={"name": name, "directory": str(directory)})
+    service = settings.service.model_copy(update={"port": 0, "drain_seconds": min(settings.service.drain_seconds, 4.0)})
+    rollout = settings.rollout.model_copy(update={"replicas": scenario.load.workers})
+    return settings.model_copy(update={"bus": bus, "store": store, "run": run, "service": service, "rollout": rollout})
