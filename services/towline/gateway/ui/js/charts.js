@@ -78,7 +78,7 @@ export class Chart {
     this.scale = { X, x0, x1, right, bottom };
     for (const value of ticks(y0, y1, 4)) {
       if (this.options.wholeY && !Number.isInteger(value)) continue;
-      svg.append(s("line", { x1: EDGE.left, x2: right, y1: Y(value), y2: Y(value), class: "grid" }));
+      svg.append(s("line", { x1: EDGE.left, x2: right, y1: Y(value), y2: Y(value), class: "gridline" }));
       svg.append(s("text", { x: EDGE.left - 8, y: Y(value) + 3.5, class: "tick", "text-anchor": "end" }, format(value)));
     }
     for (const value of ticks(x0, x1, Math.min(8, width / 70))) {
