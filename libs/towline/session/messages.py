@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from towline.errors import UsageError
 
@@ -68,7 +68,15 @@ def canonical(message: Message) -> str:
 
 
 def likeness(said: Message, sent: Message) -> Likeness:
-    """How `sent` back differs from what was `said`: not at all, in white space, by lost reasoning, or in what it says."""
+    """How `sent` back differs from what was `said`: not at all, in white space, by lost reasoning, or in what it says.
+
+    `said["otherwise"]`: other ways to write the same answer, as its text with the tool calls in it; the nearest one counts.
+    """
+    found = [_likeness(form, sent) for form in (said, *said.get("otherwise", ()))]
+    return min(found, key=get_args(Likeness).index)
+
+
+def _likeness(said: Message, sent: Message) -> Likeness:
     if canonical(said) == canonical(sent):
         return "same"
     if _trimmed(said) == _trimmed(sent):

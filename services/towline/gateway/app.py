@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
-import msgspec
 import structlog
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,7 +27,8 @@ from towline.gateway.jobs import Choice, Job
 from towline.gateway.metering import Metering
 from towline.gateway.openapi import document
 from towline.gateway.plans import Planner, bound_model
-from towline.gateway.sessions import Sessions, TurnFormat
+from towline.gateway.sessions import Sessions
+from towline.gateway.streaming import HEADERS, Format, server_sent
 from towline.gateway.tenants import Tenants
 from towline.runtime.metrics import CONTENT_TYPE, Metrics
 
@@ -43,8 +43,6 @@ CONTROL_ROUTES = (
     "update_weights_from_distributed", "update_weights_from_ipc", "update_weights_from_tensor", "weights_checker",
 )  # fmt: skip
 """SGLang's routes that change an engine. The fleet's weights come from the LOG alone."""
-_DONE = b"data: [DONE]\n\n"
-_SSE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _log = structlog.get_logger("towline.gateway")
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -111,7 +109,7 @@ class Api:
         return answer
 
     async def _served(
-        self, request: Request, tenant: str, begin: Callable[[bytes], Awaitable[tuple[Job, Any, bool]]]
+        self, request: Request, tenant: str, begin: Callable[[bytes], Awaitable[tuple[Job, Format, bool]]]
     ) -> Response:
         """`begin` makes the job of the body: (job, its format, whether it's streamed)."""
         began, path = time.monotonic(), _path(request)
@@ -127,15 +125,14 @@ class Api:
             if not streamed:
                 await self._finish(request, job)
                 self.metering.sent(path, job.completion_tokens)
-                if isinstance(form, TurnFormat):
-                    await form.keep()
+                await form.keep()
                 return JSONResponse(form.whole())
             events = await stack.enter_async_context(contextlib.aclosing(job.events()))
             first = await anext(events, None)
             self.metering.first_tokens(path, began)
             held = stack.pop_all()
             return StreamingResponse(
-                self._stream(first, events, job, form, held, path), media_type="text/event-stream", headers=_SSE
+                self._stream(first, events, job, form, held, path), media_type="text/event-stream", headers=HEADERS
             )
 
     async def _stream(
@@ -143,25 +140,14 @@ class Api:
         first: list[Choice] | None,
         events: AsyncGenerator[list[Choice], None],
         job: Job,
-        form: Any,
+        form: Format,
         held: contextlib.AsyncExitStack,
         path: str,
     ) -> AsyncIterator[bytes]:
         async with held:
             try:
-                moved = first
-                while moved is not None:
-                    for piece in form.pieces(moved):
-                        yield b"data: " + msgspec.json.encode(piece) + b"\n\n"
-                    moved = await anext(events, None)
-                if (last := form.last_piece()) is not None:
-                    yield b"data: " + msgspec.json.encode(last) + b"\n\n"
-                yield _DONE
-            except (ApiError, *answers.FAULTS) as error:
-                fault = error if isinstance(error, ApiError) else answers.of(error)
-                _log.info("stream_ended_early", route=path, reason=fault.message)
-                said = fault.body if "error" in fault.body else {"error": fault.body}
-                yield b"data: " + msgspec.json.encode(said) + b"\n\n"
+                async for event in server_sent(first, events, job.choices, form, path):
+                    yield event
             finally:
                 self.metering.sent(path, job.completion_tokens)
 
@@ -182,7 +168,7 @@ class Api:
     # What is served
 
     async def _generate(self, request: Request, tenant: str) -> Response:
-        async def begin(data: bytes) -> tuple[Job, Any, bool]:
+        async def begin(data: bytes) -> tuple[Job, Format, bool]:
             body = parse(GenerateBody, data)
             planner = self._planner()
             plan, job = await self._desk.job(
@@ -194,7 +180,7 @@ class Api:
         return await self._served(request, tenant, begin)
 
     async def _completions(self, request: Request, tenant: str) -> Response:
-        async def begin(data: bytes) -> tuple[Job, Any, bool]:
+        async def begin(data: bytes) -> tuple[Job, Format, bool]:
             body = parse(CompletionBody, data)
             planner, constraint = self._planner(), bound_model(body.model, self._run, body.constraint)
             _, job = await self._desk.job(
@@ -206,14 +192,14 @@ class Api:
         return await self._served(request, tenant, begin)
 
     async def _chat(self, request: Request, tenant: str) -> Response:
-        async def begin(data: bytes) -> tuple[Job, Any, bool]:
+        async def begin(data: bytes) -> tuple[Job, Format, bool]:
             body = parse(ChatBody, data)
             planner, constraint = self._planner(), bound_model(body.model, self._run, body.constraint)
             _, job = await self._desk.job(
                 request, tenant=tenant, route="/v1/chat/completions", body=data, prefix="chatcmpl-",
                 make=lambda: planner.chat(body, constraint),
             )  # fmt: skip
-            return job, OpenAIFormat(body, job, self._fleet.lineage), body.stream
+            return job, OpenAIFormat(body, job, self._fleet.lineage, planner.calls(body.callable_tools)), body.stream
 
         return await self._served(request, tenant, begin)
 
@@ -296,6 +282,9 @@ class SglangFormat:
 
     def last_piece(self) -> None:
         return None
+
+    async def keep(self) -> None:
+        """Nothing is kept beside the idempotency record."""
 
 
 def _path(request: Request) -> str:

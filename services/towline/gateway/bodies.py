@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from towline.bus.topology import MAX_ATOMIC_MESSAGES
 from towline.gateway.answers import ApiError, invalid
 from towline.gateway.routing import Constraint
+from towline.gateway.tool_calls import arguments_object
 
 LARGEST_TOKEN = (1 << 31) - 1
 LARGEST_SEED = (1 << 63) - 1
@@ -179,15 +180,47 @@ class CompletionBody(_OpenAI):
     suffix: None = None
 
 
-class ChatMessage(_Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: Annotated[str, Field(max_length=200)] | None = None
+Kept = Annotated[dict[str, Any], AfterValidator(_kept)]
+Tools = Annotated[list[Kept], Field(max_length=1000)]
+
+
+class ToolFunction(BaseModel):
+    name: Annotated[str, Field(max_length=200)]
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(BaseModel):
+    id: Annotated[str, Field(max_length=200)] | None = None
+    type: Literal["function"] = "function"
+    function: ToolFunction
 
     def plain(self) -> dict[str, Any]:
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": "system" if self.role == "developer" else self.role, "content": content, **named}
+        return self.model_dump(exclude_none=True) | {
+            "function": {"name": self.function.name, "arguments": arguments_object(self.function.arguments)}
+        }
+
+
+class ChatMessage(_Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: Annotated[str, Field(max_length=200)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=1000)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=200)] | None = None
+    refusal: None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ChatMessage:
+        if self.content is None and (self.role != "assistant" or not self.tool_calls):
+            raise ValueError(f"a message of role {self.role} needs content")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """As every template takes it: content is a string, calls' arguments are objects."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        if self.tool_calls:
+            found["tool_calls"] = [call.plain() for call in self.tool_calls]
+        return found | {key: value for key in ("name", "tool_call_id") if (value := getattr(self, key)) is not None}
 
 
 class TextPart(_Body):
@@ -204,22 +237,18 @@ class _Chat(_OpenAI):
 
 class ChatBody(_Chat):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: Tools | None = None
+    """For the chat template; the calls in the answer's text are its `tool_calls`."""
+    tool_choice: Literal["auto", "none"] | None = None
     chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        return [] if self.tool_choice == "none" else self.tools or []
 
 
 class TextFormat(_Body):
     type: Literal["text"]
-
-
-class ToolFunction(BaseModel):
-    name: Annotated[str, Field(max_length=200)]
-    arguments: str | dict[str, Any] = ""
-
-
-class ToolCall(BaseModel):
-    id: Annotated[str, Field(max_length=200)] | None = None
-    type: Literal["function"] = "function"
-    function: ToolFunction
 
 
 class SessionMessage(BaseModel):
@@ -238,12 +267,8 @@ class SessionMessage(BaseModel):
         return self
 
     def plain(self) -> dict[str, Any]:
-        role = "system" if self.role == "developer" else self.role
-        return self.model_dump(exclude_none=True) | {"role": role}
-
-
-Kept = Annotated[dict[str, Any], AfterValidator(_kept)]
-Tools = Annotated[list[Kept], Field(max_length=1000)]
+        found = self.model_dump(exclude_none=True) | {"role": "system" if self.role == "developer" else self.role}
+        return found | ({"tool_calls": [call.plain() for call in self.tool_calls]} if self.tool_calls else {})
 
 
 class SessionBody(_Body):
@@ -271,13 +296,12 @@ class ClaimBody(SessionBody):
 
 
 class SessionChatBody(_Chat):
-    """A turn: the conversation whole, as OpenAI's clients send it. One answer, not streamed."""
+    """A turn: the conversation whole, as OpenAI's clients send it. One answer."""
 
     messages: Annotated[list[SessionMessage], Field(min_length=1, max_length=10_000)]
     tools: Tools | None = None
     tool_choice: Literal["auto"] | None = None
     n: Annotated[int, AfterValidator(_only(1))] | None = None
-    stream: Off = False
 
 
 class FinishBody(_Body):

@@ -8,6 +8,7 @@ from typing import Any
 from towline.errors import MissingError
 from towline.gateway.bodies import ChatBody, CompletionBody, GenerateBody, SessionChatBody
 from towline.gateway.jobs import Choice, Job
+from towline.gateway.tool_calls import Reader
 from towline.store.lineage import Lineage
 
 
@@ -82,10 +83,12 @@ def usage(job: Job) -> dict[str, int]:
 
 
 class OpenAIFormat:
-    """The answer to one request, whole or as a stream's pieces; `chat` or completion."""
+    """The answer to one request, whole or as a stream's pieces; `chat` or completion. `calls` finds tool calls in the text."""
 
-    def __init__(self, body: CompletionBody | ChatBody | SessionChatBody, job: Job, lineage: Lineage) -> None:
-        self._body, self._job, self._lineage = body, job, lineage
+    def __init__(
+        self, body: CompletionBody | ChatBody | SessionChatBody, job: Job, lineage: Lineage, calls: Reader | None = None
+    ) -> None:
+        self._body, self._job, self._lineage, self._calls = body, job, lineage, calls
         self._chat = not isinstance(body, CompletionBody)
         self._told: dict[int, tuple[int, int]] = {}
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -96,7 +99,7 @@ class OpenAIFormat:
         for choice in self._job.choices:
             said: dict[str, Any] = {"text": choice.text}
             if self._chat:
-                said = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+                said = {"message": {**self.message(choice), "refusal": None}}
             choices.append({"index": choice.index, **said, **self._common(choice, 0, 0)})
         return {**self._head(kind), "choices": choices, "usage": usage(self._job), **bounds(self._job.choices, self._lineage)}
 
@@ -107,12 +110,31 @@ class OpenAIFormat:
             start, text_start = self._told.get(choice.index, (-1, 0))
             if self._chat and start < 0:
                 found.append(self._piece(choice, {"role": "assistant", "content": ""}, None, 0, 0))
-            new = choice.text[text_start:]
-            found.append(
-                self._piece(choice, {"content": new} if new or choice.finish is None else {}, new, max(start, 0), text_start)
-            )
-            self._told[choice.index] = (choice.seen, len(choice.text))
+            text = self._told_text(choice)
+            new = text[text_start:]
+            delta: dict[str, Any] = {"content": new} if new or choice.finish is None else {}
+            if choice.finish is not None and (called := self.message(choice).get("tool_calls")):
+                delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(called)]
+            found.append(self._piece(choice, delta, new, max(start, 0), text_start))
+            self._told[choice.index] = (choice.seen, len(text))
         return found
+
+    def message(self, choice: Choice) -> dict[str, Any]:
+        """What the choice says, as a message."""
+        if self._calls is None:
+            return {"role": "assistant", "content": choice.text}
+        return self._calls.message(choice.text, f"{self._job.name}/{choice.index}")
+
+    def _told_text(self, choice: Choice) -> str:
+        """What of the text a stream has told by now: nothing that may turn out to be a call."""
+        if self._calls is None:
+            return choice.text
+        if choice.finish is None:
+            return choice.text[: self._calls.form.plain_until(choice.text)]
+        return self.message(choice)["content"] or ""
+
+    async def keep(self) -> None:
+        """Awaited before the end of an answer is told."""
 
     def last_piece(self) -> dict[str, Any] | None:
         """The usage, where it was asked for."""
@@ -146,7 +168,7 @@ class OpenAIFormat:
 
     def _common(self, choice: Choice, start: int, text_start: int) -> dict[str, Any]:
         found: dict[str, Any] = {
-            "finish_reason": choice.finish,
+            "finish_reason": self._finish(choice),
             "logprobs": self._logprobs(choice, start, text_start),
             "weight_version_spans": spans_of(choice, start),
         }
@@ -155,6 +177,10 @@ class OpenAIFormat:
             if start == 0:
                 found["prompt_token_ids"] = choice.ask.prompt
         return found
+
+    def _finish(self, choice: Choice) -> str | None:
+        called = self._calls is not None and choice.finish == "stop" and self._calls.parse(choice.text) is not None
+        return "tool_calls" if called else choice.finish
 
     def _logprobs(self, choice: Choice, start: int, text_start: int) -> dict[str, Any] | None:
         wanted = self._body.logprobs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,8 @@ class Wording:
     stops: tuple[str, ...] = ()
     skip_special_tokens: bool = True
     keep_stop: bool = False
+    kept: Mapping[int, str] = field(default_factory=dict)
+    """Special tokens that the text shows all the same."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +43,7 @@ class Choice:
 
     def __post_init__(self) -> None:
         wording = self.wording
-        self._detokenizer = Detokenizer(wording.tokenizer, skip_special_tokens=wording.skip_special_tokens)
+        self._detokenizer = Detokenizer(wording.tokenizer, skip_special_tokens=wording.skip_special_tokens, kept=wording.kept)
         self._stops = StopStrings(wording.stops, keep=wording.keep_stop)
 
     def advance(self) -> None:

@@ -25,6 +25,11 @@ class Model:
     def encode(self, text: str) -> list[int]:
         return [int(token) for token in self._needed().encode(text)]
 
+    def token(self, spelling: str) -> int | None:
+        """The ID of a token of the vocabulary."""
+        found: int | None = self._needed().token_to_id(spelling)
+        return found
+
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
         """A chat as the model's template writes it, up to where the assistant's answer begins."""
         tokenizer = self._needed()

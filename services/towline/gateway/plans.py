@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from towline.gateway.jobs import Choice, Wording
 from towline.gateway.model import Model
 from towline.gateway.routing import Constraint
 from towline.gateway.samples import Ask, Sample
+from towline.gateway.tool_calls import Reader, form_of, tool_names, written
 from towline.session.boundary import Boundary, Tokenizer
 from towline.session.families import boundary_of
 
@@ -82,14 +83,40 @@ class Planner:
 
     def chat(self, body: ChatBody, constraint: Constraint) -> Plan:
         messages = [message.plain() for message in body.messages]
-        prompt = self._model.render(messages, body.chat_template_kwargs)
+        tools = body.callable_tools
+        prompt = self._model.render(messages, body.chat_template_kwargs | ({"tools": tools} if tools else {}))
         if not prompt:
             raise invalid("messages: the chat template made an empty prompt of them")
-        return self._openai(body, [prompt], _most(body), constraint)
+        return self._showing_calls(self._openai(body, [prompt], _most(body), constraint), tools)
 
-    def turn(self, body: SessionChatBody, prompt: list[int], constraint: Constraint, session: str) -> Plan:
-        """Of a session: `prompt` is the path that stands, token by token."""
-        return replace(self._openai(body, [prompt], _most(body), constraint), session=session)
+    def calls(self, tools: Sequence[Any] | None) -> Reader | None:
+        """What finds tool calls in an answer's text; None where no tools were told, or the family's form isn't known."""
+        form = form_of(self._model.tokenizer) if tools else None
+        return None if form is None else Reader(form, tool_names(tools))
+
+    def otherwise(self, text: str, tools: Sequence[Any] | None) -> dict[str, Any]:
+        """How else a client may write an answer: the calls in its text taken out, with or without the text. For sessions, which
+        compare what comes back. Empty where there are none."""
+        form = form_of(self._model.tokenizer)
+        parsed = None if form is None else form.parse(text, tool_names(tools))
+        if parsed is None:
+            return {}
+        calls, raw = written(parsed, ""), {"role": "assistant", "content": text}
+        return {"otherwise": [raw, raw | {"tool_calls": calls}, raw | {"content": parsed.content, "tool_calls": calls}]}
+
+    def turn(
+        self, body: SessionChatBody, prompt: list[int], constraint: Constraint, session: str, tools: Sequence[Any] | None = None
+    ) -> Plan:
+        """Of a session: `prompt` is the path that stands, token by token; `tools` were told in it."""
+        plan = self._openai(body, [prompt], _most(body), constraint)
+        return replace(self._showing_calls(plan, tools), session=session)
+
+    def _showing_calls(self, plan: Plan, tools: Sequence[Any] | None) -> Plan:
+        if (reader := self.calls(tools)) is None:
+            return plan
+        named = {self._model.token(mark): mark for mark in reader.form.kept}
+        kept = {token: mark for token, mark in named.items() if token is not None}
+        return replace(plan, wordings=[replace(wording, kept=kept) for wording in plan.wordings])
 
     def text(self, tokens: list[int]) -> str | None:
         """The tokens' text, special ones too; None where the model has no tokenizer."""

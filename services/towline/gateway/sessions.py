@@ -30,10 +30,12 @@ from towline.gateway.desk import Desk, read_body, wait_seconds
 from towline.gateway.finishing import Finisher
 from towline.gateway.fleet import Fleet
 from towline.gateway.formats import OpenAIFormat
-from towline.gateway.jobs import Job
+from towline.gateway.jobs import Choice, Job
 from towline.gateway.plans import Planner, bound_model
 from towline.gateway.session_rooms import Rooms
 from towline.gateway.session_store import LONGEST_SECONDS, Content, End, Finish, Held, SessionStore, conflict
+from towline.gateway.streaming import Format
+from towline.gateway.tool_calls import Reader
 from towline.runtime.metrics import Metrics
 from towline.session.record import decode_session, encode_session
 from towline.session.tree import Limits, Place, Session
@@ -41,15 +43,22 @@ from towline.session.tree import Limits, Place, Session
 CHAT = "/sessions/{session}/v1/chat/completions"
 
 Handle = Callable[[Request, str], Awaitable[Response]]
-Begin = Callable[[bytes], Awaitable[tuple[Job, Any, bool]]]
+Begin = Callable[[bytes], Awaitable[tuple[Job, Format, bool]]]
 Serve = Callable[[Request, str, Begin], Awaitable[Response]]
 
 
 class TurnFormat(OpenAIFormat):
     """The answer to a turn. `keep` first: what isn't kept mustn't be told."""
 
-    def __init__(self, body: SessionChatBody, job: Job, fleet: Fleet, keep: Callable[[Job], Awaitable[dict[str, Any]]]) -> None:
-        super().__init__(body, job, fleet.lineage)
+    def __init__(
+        self,
+        body: SessionChatBody,
+        job: Job,
+        fleet: Fleet,
+        calls: Reader | None,
+        keep: Callable[[Job], Awaitable[dict[str, Any]]],
+    ) -> None:
+        super().__init__(body, job, fleet.lineage, calls)
         self._turn, self._keep, self._said = job, keep, dict[str, Any]()
 
     async def keep(self) -> None:
@@ -57,6 +66,13 @@ class TurnFormat(OpenAIFormat):
 
     def whole(self) -> dict[str, Any]:
         return {**super().whole(), "session": self._said}
+
+    def pieces(self, moved: list[Choice]) -> list[dict[str, Any]]:
+        """The last one has `session`: what came before it is kept then, and only then."""
+        found = super().pieces(moved)
+        if self._said:
+            found[-1]["session"] = self._said
+        return found
 
 
 class Sessions:
@@ -125,7 +141,7 @@ class Sessions:
             held = await self._store.create(tenant, content, seconds)
         return JSONResponse({"id": held.id, "expires_at": held.entry.expires_at}, 201)
 
-    async def _begin(self, request: Request, tenant: str, data: bytes) -> tuple[Job, Any, bool]:
+    async def _begin(self, request: Request, tenant: str, data: bytes) -> tuple[Job, Format, bool]:
         body = parse(SessionChatBody, data)
         constraint = bound_model(body.model, self._settings.run.name, body.constraint)
         held = await self._load(request, tenant, change=True)
@@ -139,12 +155,11 @@ class Sessions:
                     f"temperature: this session samples at {first.temperature:g}, and a trajectory has one; begin another session"
                 )
             body.temperature = first.temperature
-        planner = self._planner()
+        planner, tools = self._planner(), held.content.tools if body.tools is None else body.tools
 
         def prepare() -> tuple[Session, Place, dict[str, int]]:
             session = self._session(held.content)
             before, head = dict(session.mismatches), session.head
-            tools = held.content.tools if body.tools is None else body.tools
             place = session.place([message.plain() for message in body.messages], tools)
             if task is not None:
                 left_of(session, place, head, task, body, self._settings.rollout.max_context_tokens)
@@ -156,20 +171,23 @@ class Sessions:
         prompt = list(place.prompt)
         _, job = await self._desk.job(
             request, tenant=tenant, route=request.url.path, body=data, prefix="chatcmpl-",
-            make=lambda: planner.turn(body, prompt, constraint, held.id),
+            make=lambda: planner.turn(body, prompt, constraint, held.id, tools),
         )  # fmt: skip
         if job.choices[0].ask.prompt != prompt:
             raise conflict("the session has changed since this Idempotency-Key was used first: send the turn under a new key")
 
         async def keep(done: Job) -> dict[str, Any]:
-            said = await self._keep(held, session, place, done)
+            (choice,) = done.choices
+            message = form.message(choice) | planner.otherwise(choice.text, tools)
+            said = await self._keep(held, session, place, done, message)
             for kind, count in session.mismatches.items():
                 self._mismatches.labels(kind).inc(count - before.get(kind, 0))
             return said
 
-        return job, TurnFormat(body, job, self._fleet, keep), False
+        form = TurnFormat(body, job, self._fleet, planner.calls(tools), keep)
+        return job, form, body.stream
 
-    async def _keep(self, held: Held, session: Session, place: Place, job: Job) -> dict[str, Any]:
+    async def _keep(self, held: Held, session: Session, place: Place, job: Job, message: dict[str, Any]) -> dict[str, Any]:
         (choice,) = job.choices
         sample, finish = choice.sample, choice.finish
         if finish != "stop" and finish != "length":
@@ -180,7 +198,6 @@ class Sessions:
         def record() -> tuple[int, bytes]:
             node = _again(session, place, sample.tokens, sample.logprobs)
             if node is None:
-                message = {"role": "assistant", "content": choice.text}
                 node = session.said(place, sample.tokens, sample.logprobs, sample.spans, finish, message)
             session.head = node
             return node, encode_session(session)

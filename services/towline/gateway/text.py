@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """Decodes a growing list of tokens, each piece beside the one before it, so that it costs the same at any length."""
+    """Decodes a growing list of tokens, each piece beside the one before it, so that it costs the same at any length.
 
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
+    `kept`: special tokens that are written also where the others are left out.
+    """
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool, kept: Mapping[int, str] | None = None) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._kept = kept if kept and skip_special_tokens else {}
         self._from = self._read = 0
 
     def more(self, tokens: Sequence[int], *, last: bool) -> str:
@@ -26,6 +30,14 @@ class Detokenizer:
         return whole[len(before) :]
 
     def _decode(self, tokens: Sequence[int]) -> str:
+        parts, begin = [], 0
+        for at, token in enumerate(tokens):
+            if (word := self._kept.get(token)) is not None:
+                parts += [self._plain(tokens[begin:at]), word]
+                begin = at + 1
+        return "".join([*parts, self._plain(tokens[begin:])])
+
+    def _plain(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=self._skip)) if tokens else ""
 
 
@@ -46,11 +58,12 @@ class StopStrings:
         if found:
             at, self.matched = min(found)
             return self._held[: at + (len(self.matched) if self._keep else 0)]
-        waits = 0 if last else max((self._overlap(stop) for stop in self._stops), default=0)
+        waits = 0 if last else max((overlap(self._held, stop) for stop in self._stops), default=0)
         out, self._held = self._held[: len(self._held) - waits], self._held[len(self._held) - waits :]
         return out
 
-    def _overlap(self, stop: str) -> int:
-        """Characters at the end of what is held that may begin the stop string."""
-        longest = min(len(stop) - 1, len(self._held))
-        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
+
+def overlap(text: str, mark: str) -> int:
+    """Characters at the text's end that may begin the mark; fewer than all of it."""
+    longest = min(len(mark) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

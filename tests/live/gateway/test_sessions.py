@@ -370,7 +370,6 @@ async def test_what_can_t_be_a_turn_is_refused_in_one_line_and_changes_nothing(s
     before = await talk.view()
     one_line(await talk.send(), 400, "policy's own answer")
     talk.messages.append({"role": "user", "content": "more"})
-    one_line(await talk.send(stream=True), 400, "stream")
     one_line(await talk.send(n=2), 400, "n:")
     one_line(await talk.send(temperature=0.9), 400, "temperature", "0.7")
     one_line(await talk.send(max_tokens=4000), 400, "context")
