@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 import msgspec
 import structlog
@@ -25,6 +24,7 @@ from towline.contract.task import SESSION, Task
 from towline.errors import ConflictError, MalformedError, MissingError
 from towline.gateway.answers import ApiError
 from towline.gateway.bodies import ClaimBody
+from towline.gateway.claims_keys import ClaimKey
 from towline.gateway.claims_lane import Lane
 from towline.gateway.fleet import Fleet
 from towline.gateway.routing import Constraint
@@ -65,7 +65,7 @@ class Claims:
 
     # Binding
 
-    async def claim(self, tenant: str, body: ClaimBody, variables: dict[str, Any], wait_seconds: float) -> Held | None:
+    async def claim(self, tenant: str, body: ClaimBody, wait_seconds: float, key: ClaimKey | None = None) -> Held | None:
         """A session of the tenant's that is bound to a task; None where there is none to be had in time.
 
         `NotReady` where no replica serves a version that the task and the claim accept, `NoReplica` where there is none at all.
@@ -74,7 +74,7 @@ class Claims:
         while (delivery := await self._lane.take(until - time.monotonic())) is not None:
             faults.point("gateway.task_taken")
             try:
-                held = await self._bound(delivery, tenant, body, variables, until)
+                held = await self._bound(delivery, tenant, body, until, key)
             except BaseException:
                 await delivery.nak()  # whatever went wrong isn't the sample's fault
                 raise
@@ -82,9 +82,12 @@ class Claims:
                 return held
         return None
 
-    async def _bound(
-        self, delivery: Delivery, tenant: str, body: ClaimBody, variables: dict[str, Any], until: float
-    ) -> Held | None:
+    async def known(self, tenant: str, key: ClaimKey) -> Held | None:
+        """What was claimed under the key already."""
+        held = None if key.session is None else await self._store.look(key.session)
+        return held if held is not None and held.entry.tenant == tenant else None
+
+    async def _bound(self, delivery: Delivery, tenant: str, body: ClaimBody, until: float, key: ClaimKey | None) -> Held | None:
         """The delivery's session; None where it needs none (any more)."""
         task = await self._task(delivery)
         if task is None:
@@ -109,13 +112,15 @@ class Claims:
         wanted = self._settings.gateway.sessions.claim_seconds
         seconds = wanted if body.ttl_seconds is None else min(body.ttl_seconds, wanted)
         content = Content(
-            created=time.time(), variables=variables, tools=body.tools, task=task, min_version=body.constraint.min_version,
-            exact_version=body.constraint.exact_version,
+            created=time.time(), variables=body.chat_template_kwargs, tools=body.tools, task=task,
+            min_version=body.constraint.min_version, exact_version=body.constraint.exact_version,
             claim=Claim(
                 task_sequence=delivery.sequence, delivery=delivery.num_delivered, receipt=delivery.receipt, lane=task.lane,
                 group=task.group, sample=task.sample,
             ),
         )  # fmt: skip
+        if key is not None:
+            await key.note(name)
         try:
             held = await self._store.create(tenant, content, seconds, name)
         except ConflictError:  # delivered to two gateways at once, as after a lost sign of life: the other one's stands

@@ -25,6 +25,7 @@ from towline.errors import ConflictError
 from towline.gateway.answers import ApiError, invalid
 from towline.gateway.bodies import ClaimBody, FinishBody, SessionBody, SessionChatBody, parse
 from towline.gateway.claims import Claims
+from towline.gateway.claims_keys import ClaimKey
 from towline.gateway.claims_turns import bind, claimed, left_of, task_of
 from towline.gateway.desk import Desk, read_body, wait_seconds
 from towline.gateway.finishing import Finisher
@@ -91,7 +92,7 @@ class Sessions:
         metrics: Metrics,
         replica: str,
     ) -> None:
-        self._settings, self._store, self._claims = settings, store, claims
+        self._settings, self._bus, self._store, self._claims = settings, bus, store, claims
         self._desk, self._fleet, self._planner = desk, fleet, planner
         self._rooms = Rooms(store, settings.gateway.tenants)
         mine = settings.gateway.sessions
@@ -263,14 +264,18 @@ class Sessions:
 
     async def _claim(self, request: Request, tenant: str) -> Response:
         """201 with the session and its task; 204 where there is none to be had."""
-        body = parse(ClaimBody, await self._body(request) or b"{}")
+        data = await self._body(request) or b"{}"
+        body, named = parse(ClaimBody, data), request.headers.get("idempotency-key")
         if not self._claims.open:
             raise ApiError(404, "no_session_lane", "this run has no tasks to claim: buffer.session_groups is 0")
         planner = self._planner()
         await asyncio.to_thread(planner.boundary, body.chat_template_kwargs)
-        async with self._rooms.room(tenant):
-            waits = wait_seconds(request, self._settings.gateway.max_wait_seconds)
-            held = await self._claims.claim(tenant, body, body.chat_template_kwargs, waits)
+        key = None if named is None else await ClaimKey.read(self._bus, tenant, named, data)
+        held = None if key is None else await self._claims.known(tenant, key)
+        if held is None:
+            async with self._rooms.room(tenant):
+                waits = wait_seconds(request, self._settings.gateway.max_wait_seconds)
+                held = await self._claims.claim(tenant, body, waits, key)
         if held is None:
             return Response(status_code=204, headers={"Retry-After": "1"})
         return JSONResponse(await asyncio.to_thread(claimed, held, planner, self._settings), 201)
