@@ -81,8 +81,8 @@ _T, _S = "1" * 32, "1" * 16
 
 @pytest.mark.parametrize(
     "text",
-    ["", "00", f"00-{'0' * 32}-{_S}-01", f"00-{_T}-{'0' * 16}-01", f"ff-{_T}-{_S}-01", f"00-{_T}-{_S}-00", f"00-{_T}-{_S}-01-more",
-     f"00-{'g' * 32}-{_S}-01", f"00-{_T[1:]}-{_S}-01", f"00-{'A' * 32}-{_S}-01"],
+    ["", "00", f"00-{'0' * 32}-{_S}-01", f"00-{_T}-{'0' * 16}-01", f"ff-{_T}-{_S}-01", f"00-{_T}-{_S}-00",
+     f"00-{_T}-{_S}-01-more", f"00-{'g' * 32}-{_S}-01", f"00-{_T[1:]}-{_S}-01", f"00-{'A' * 32}-{_S}-01"],
 )  # fmt: skip
 def test_what_is_no_traced_traceparent_traces_nothing(text: str, tracing: OtlpTracing) -> None:
     assert spans.parse(text) is None
