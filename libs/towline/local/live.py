@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -22,11 +22,17 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class View:
-    """Shows progress between `__enter__` and `__exit__`; `event` says a line besides."""
+    """Shows progress between `__enter__` and `__exit__`; `event` says a line besides.
 
-    def __init__(self, console: Console, title: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    `services`: how many processes of each the run is to have, in the order in which they are shown.
+    """
+
+    def __init__(
+        self, console: Console, title: str, services: Mapping[str, int], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._console = console
         self._title = title
+        self._services = services
         self._clock = clock
         self._started = clock()
         self._said_at = float("-inf")
@@ -73,18 +79,19 @@ class View:
         rows.add_row("rollout", f"{progress.trajectories_per_s:.0f} trajectories/s, {progress.tokens_per_s:.0f} tokens/s")
         density = "" if progress.delta_density is None else f", {progress.delta_density:.0%} of the weights changed"
         rows.add_row("delta", f"{size(progress.delta_bytes)} a version{density}")
-        rows.add_row("services", _services(book, progress.restarts))
+        rows.add_row("services", services_line(self._services, book, progress.restarts))
         rows.add_row("time", f"{self._clock() - self._started:.0f} s")
         return Group(Text(self._title, style="bold"), rows)
 
 
-def _services(book: FigureBook, restarts: int) -> Text:
+def services_line(expected: Mapping[str, int], book: FigureBook, restarts: int) -> Text:
+    """How many processes of each service are ready: of those that are expected, and of those that were met besides."""
     text = Text()
-    for service in ("buffer", "rollout_worker", "reward", "trainer", "publisher"):
+    for service in dict.fromkeys([*expected, *book.services()]):
         entries = book.latest(service)
-        ready = sum(status.ready for status in entries)
-        style = "green" if entries and ready == len(entries) else "yellow"
-        text.append(f"{service}{f' {ready}/{len(entries)}' if len(entries) > 1 else ''}  ", style=style)
+        ready, of = sum(status.ready for status in entries), max(expected.get(service, 0), len(entries))
+        style = "green" if ready == of else "yellow"
+        text.append(f"{service}{f' {ready}/{of}' if of > 1 else ''}  ", style=style)
     return text.append(f"restarts {restarts}", style="red" if restarts else "dim")
 
 

@@ -12,11 +12,13 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
+from towline.access.init import prepare_bus
 from towline.audit.report import AuditReport
 from towline.audit.run import audit
 from towline.bundle.source import BusSource
@@ -131,10 +133,10 @@ class Up:
         self._directory.save(settings, self._source)
         objects = open_store(settings.store)
         await asyncio.to_thread(objects.check)
+        await prepare_bus(settings)
         name = settings.run.name
         bus = await Bus.connect(settings.bus, run=name, client_name=f"up-{name}", blobs=Blobs(objects, name))
         try:
-            await bus.ensure()
             await self._check_stores(bus, Log(objects, name), settings)
             found = await preflight(self._directory, self._source, settings, model=True)
             if found.note:
@@ -204,7 +206,7 @@ class Up:
         specs = service_specs(self._directory, settings, self._source)
         book = FigureBook(self._directory.figures_path)
         title = f"towline {settings.run.name}: {settings.run.steps} steps, logs in {self._directory.path / 'logs'}"
-        with View(self._console, title) as view:
+        with View(self._console, title, Counter(spec.service for spec in specs)) as view:
             supervisor = self._supervisor = Supervisor(self._directory, specs, self._servers, view.event)
             clock = _Clock(book, supervisor)
             supervisor.start()

@@ -80,6 +80,10 @@ class FigureBook:
         while len(self._samples) > 2 and self._samples[0][0] < now - RATE_SECONDS:
             self._samples.popleft()
 
+    def services(self) -> list[str]:
+        """Every service that has spoken."""
+        return sorted({status.service for status in self._latest.values()})
+
     def latest(self, service: str) -> list[Status]:
         """The last entry of each of the service's replicas."""
         return [status for key, status in sorted(self._latest.items()) if status.service == service]

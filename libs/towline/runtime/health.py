@@ -118,7 +118,9 @@ class _Server(uvicorn.Server):
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        # Given by its number, asyncio takes its connections for TCP and switches Nagle's delay off. A protocol of 0, which means
+        # the same, leaves it on: an answer in two pieces then waits for an acknowledgement, 40 ms on Linux.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
     except OSError as error:

@@ -7,7 +7,7 @@ import json
 import pytest
 from rich.console import Console
 
-from towline.local.live import View
+from towline.local.live import View, services_line
 from towline.report.figures import FigureBook, Status, decode_statuses
 from towline.report.progress import progress_line, progress_of, size
 
@@ -87,7 +87,7 @@ def test_progress_before_anyone_has_spoken_is_empty(tmp_path):
 def test_elsewhere_than_on_a_terminal_a_line_comes_every_few_seconds(book):
     clock = [0.0]
     console = Console(record=True, width=300, force_terminal=False)
-    with View(console, "title", clock=lambda: clock[0]) as view:
+    with View(console, "title", {}, clock=lambda: clock[0]) as view:
         for second in range(11):
             clock[0] = float(second)
             book.update([status("buffer", 1, depth=second)], now=float(second))
@@ -98,7 +98,7 @@ def test_elsewhere_than_on_a_terminal_a_line_comes_every_few_seconds(book):
 
 def test_on_a_terminal_the_table_shows_the_same(book):
     console = Console(record=True, width=120, force_terminal=True)
-    view = View(console, "towline demo")
+    view = View(console, "towline demo", {"buffer": 1})
     console.print(view._table(progress_of(book, steps=130, max_staleness=2), book))
     text = console.export_text()
     for part in (
@@ -111,6 +111,14 @@ def test_on_a_terminal_the_table_shows_the_same(book):
         "buffer",
     ):
         assert part in text
+
+
+def test_every_service_that_the_run_is_to_have_or_that_speaks_is_shown(tmp_path):
+    book = FigureBook(tmp_path / "f.json")
+    expected = {"buffer": 1, "rollout_worker": 3, "gateway": 2}
+    assert services_line(expected, book, 0).plain == "buffer  rollout_worker 0/3  gateway 0/2  restarts 0"
+    book.update([status("gateway", 1), status("bridge", 2)])
+    assert services_line(expected, book, 1).plain == "buffer  rollout_worker 0/3  gateway 1/2  bridge  restarts 1"
 
 
 def test_bytes_are_written_for_people():

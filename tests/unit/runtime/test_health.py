@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator
 
 import httpx
@@ -54,6 +55,15 @@ async def test_readiness_follows_the_services_word(server: tuple[HealthServer, H
         health.alive = False
         assert (await client.get("/healthz")).status_code == 503
         assert 'towline_probe_steps_total{lane="train"} 3.0' in (await client.get("/metrics")).text
+
+
+async def test_answers_arent_held_back_by_nagles_algorithm(server: tuple[HealthServer, Health, Metrics]) -> None:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server[0].port}") as client:
+        await client.get("/healthz")  # keeps its connection
+        (accepted,) = server[0]._server.server_state.connections
+        assert accepted.transport is not None
+        connection = accepted.transport.get_extra_info("socket")
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_beyond_loopback_a_token_is_demanded() -> None:
