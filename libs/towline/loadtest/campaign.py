@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable
@@ -31,9 +32,7 @@ class Campaign:
 
 async def conduct(scenario: Scenario, folder: Path, say: Say, *, repetitions: int | None = None, keep: bool = False) -> Campaign:
     """Run it all. Each result is on disk as soon as it stands; `TowlineError` where a run couldn't be carried through."""
-    if folder.exists() and any(folder.glob("result-*.json")):
-        raise UsageError(f"{folder} has results already; name another folder with --output", code="output")
-    folder.mkdir(parents=True, exist_ok=True)
+    await asyncio.to_thread(_make, folder)
     results: list[Result] = []
     planned = [one for one in _sweep(scenario) for _ in range(repetitions or scenario.load.repetitions)]
     for number, one in enumerate(planned):
@@ -44,6 +43,12 @@ async def conduct(scenario: Scenario, folder: Path, say: Say, *, repetitions: in
         result.write(folder / f"result-{number:03d}.json")
         results.append(result)
     return Campaign(folder, results)
+
+
+def _make(folder: Path) -> None:
+    if folder.exists() and any(folder.glob("result-*.json")):
+        raise UsageError(f"{folder} has results already; name another folder with --output", code="output")
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def _sweep(scenario: Scenario) -> list[Scenario]:

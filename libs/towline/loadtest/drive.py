@@ -15,7 +15,6 @@ from pathlib import Path
 
 import psutil
 
-from towline.access.init import prepare_bus
 from towline.audit.run import audit
 from towline.bus.client import Bus
 from towline.config import Settings
@@ -64,7 +63,7 @@ class Drive:
                 name = settings.run.name
                 bus = await Bus.connect(settings.bus, run=name, client_name=f"loadtest-{name}", blobs=Blobs(objects, name))
                 try:
-                    await prepare_bus(settings)
+                    await bus.ensure()
                     await asyncio.to_thread(seed_policy, objects, name, scenario.load.trainer.model_bytes, settings.run.seed)
                     write_plan(settings, scenario.load)
                     directory.save(settings, scenario.path)
