@@ -60,15 +60,21 @@ def replay(
         sys.path.insert(0, str(code.resolve()))
     wanted = trajectories.make_filter(group, version, reward, finish, replica, lane, prompt, time, environment, state)
     if verify:
-        _verify(target, start, until, _overrides(settings or []), go_on, as_json)
+        _verify(target, start, until, _overrides(settings or []), go_on, as_json, code)
     elif to is not None:
         asyncio.run(_send(target, to, wanted, speed, step, limit, as_json))
     elif rescore is not None:
         _rescore(target, rescore, _json(arguments), scope, wanted, limit, as_json)
 
 
-def _verify(target: str, start: int, until: int | None, changes: dict[str, Any], go_on: bool, as_json: bool) -> None:
+def _verify(
+    target: str, start: int, until: int | None, changes: dict[str, Any], go_on: bool, as_json: bool, code: Path | None
+) -> None:
+    from towline.cli.replay_rank import COMMAND
+    from towline.replay.ranks import launcher
     from towline.replay.verify import verify
+
+    launch = launcher(str(Path(target).resolve()) if Path(target).exists() else target, COMMAND, code)
 
     def tell(result: VersionResult) -> None:
         steps = ", ".join(map(str, result.batches))
@@ -77,7 +83,7 @@ def _verify(target: str, start: int, until: int | None, changes: dict[str, Any],
 
     async def run() -> Any:
         async with open_source(target) as source:
-            return await verify(source, start=start, end=until, changes=changes, go_on=go_on, tell=tell)
+            return await verify(source, start=start, end=until, changes=changes, go_on=go_on, tell=tell, launch=launch)
 
     report = asyncio.run(run())
     print(json.dumps(report.plain()) if as_json else "\n".join(report.lines()))

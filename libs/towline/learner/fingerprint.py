@@ -23,12 +23,14 @@ from towline.store import keys
 from towline.store.objects import ObjectStore, settle
 
 PACKAGES = ("torch", "transformers", "numpy", "safetensors")
+BACKEND_PACKAGES = {"megatron": ("megatron-core",)}
+"""Beside those, with this backend."""
 VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 """They choose kernels."""
 SECTIONS = ("run", "model", "sampling", "buffer", "trainer")
 """Of the settings: what the learner and its rows depend on is in these."""
-WORLD = 1
-"""Processes that compute one step together, in a replay."""
+LAYOUT = ("backend", "dp", "tp", "pp", "sequence_parallel", "distributed_optimizer", "parallel")
+"""Keys of `trainer` that say how its ranks split model and batch."""
 _VECTOR_FLAGS = ("sse4", "avx", "fma", "amx", "asimd", "sve")
 
 
@@ -54,11 +56,11 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
 _decoder = msgspec.json.Decoder(Fingerprint)
 
 
-def environment(device: str) -> dict[str, str]:
+def environment(device: str, backend: str = "torch") -> dict[str, str]:
     """This process's: call it once the learner is made, since that sets the number of threads."""
     import torch
 
-    found = {package: _version(package) for package in PACKAGES}
+    found = {package: _version(package) for package in (*PACKAGES, *BACKEND_PACKAGES.get(backend, ()))}
     found |= {
         "device": device,
         "threads": str(torch.get_num_threads()),
@@ -80,7 +82,7 @@ def of_settings(settings: Settings, epoch: int, layout_digest: str) -> Fingerpri
     tree["model"] = {"publish_dtype": settings.model.publish_dtype}  # the rest names files of this machine
     return Fingerprint(
         epoch=epoch,
-        environment=environment(settings.trainer.device),
+        environment=environment(settings.trainer.device, settings.trainer.backend),
         seed=settings.run.seed,
         world=settings.trainer.ranks,
         layout_digest=layout_digest,

@@ -51,6 +51,20 @@ class VerifyReport:
     stopped: str | None = None
     """Why it couldn't go on."""
 
+    def add(self, result: VersionResult, opened: tuple[int, EnvironmentDifferences | None] | None = None) -> None:
+        """opened: (epoch, how its environment differs, None where it recorded none) where the version began an epoch."""
+        if opened is not None:
+            epoch, differences = opened
+            if differences is None:
+                self.unrecorded.append(epoch)
+            else:
+                self.environments[epoch] = differences
+        self.results.append(result)
+
+    def goes_on(self, past_differences: bool) -> bool:
+        """Whether there's a reason to train more: where the bits must be equal, none after the first difference."""
+        return self.stopped is None and (past_differences or self.parted is None or not self.comparable)
+
     @property
     def comparable(self) -> bool:
         """Whether the bits must be equal: every epoch recorded its fingerprint, and it's this process's."""
