@@ -3,12 +3,13 @@ import { h, s } from "./dom.js";
 import { compact } from "./format.js";
 
 const HEIGHT = 210;
-const EDGE = { top: 10, right: 12, bottom: 26, left: 46 };
+const EDGE = { top: 10, right: 14, bottom: 24 };
+const CHARACTER = 6.4;
 
 function ticks(low, high, most) {
   const rough = (high - low) / Math.max(most, 1) || 1;
   const size = 10 ** Math.floor(Math.log10(rough));
-  const step = size * [1, 2, 5, 10].find((factor) => size * factor >= rough);
+  const step = size * [1, 2, 2.5, 5, 10].find((factor) => size * factor >= rough);
   const found = [];
   for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-6; value += step) found.push(Math.abs(value) < step * 1e-6 ? 0 : value);
   return found;
@@ -71,23 +72,24 @@ export class Chart {
     let [y0, y1] = [this.options.floor ?? Math.min(...values), this.options.ceiling ?? Math.max(...values, this.bound?.value ?? -Infinity)];
     if (y0 === y1) y1 = y0 + (Math.abs(y0) || 1);
     if (this.options.ceiling === undefined) y1 += (y1 - y0) * 0.06;
+    const yTicks = ticks(y0, y1, 5).filter((value) => !this.options.wholeY || Number.isInteger(value));
+    const left = Math.max(...yTicks.map((value) => format(value).length), xLabel.length) * CHARACTER + 12;
     const right = width - EDGE.right;
     const bottom = height - EDGE.bottom;
-    const X = (value) => EDGE.left + ((value - x0) / (x1 - x0)) * (right - EDGE.left);
+    const X = (value) => left + ((value - x0) / (x1 - x0)) * (right - left);
     const Y = (value) => bottom - ((value - y0) / (y1 - y0)) * (bottom - EDGE.top);
     this.scale = { X, x0, x1, right, bottom };
-    for (const value of ticks(y0, y1, 4)) {
-      if (this.options.wholeY && !Number.isInteger(value)) continue;
-      svg.append(s("line", { x1: EDGE.left, x2: right, y1: Y(value), y2: Y(value), class: "gridline" }));
-      svg.append(s("text", { x: EDGE.left - 8, y: Y(value) + 3.5, class: "tick", "text-anchor": "end" }, format(value)));
+    for (const value of yTicks) {
+      svg.append(s("line", { x1: left, x2: right, y1: Y(value), y2: Y(value), class: "gridline" }));
+      svg.append(s("text", { x: left - 8, y: Y(value) + 3.5, class: "tick", "text-anchor": "end" }, format(value)));
     }
     for (const value of ticks(x0, x1, Math.min(8, width / 70))) {
       if (!Number.isInteger(value)) continue;
       svg.append(s("text", { x: X(value), y: bottom + 16, class: "tick", "text-anchor": "middle" }, compact(value)));
     }
-    svg.append(s("text", { x: right, y: height - 1, class: "axis", "text-anchor": "end" }, xLabel));
-    this.series.forEach((one, place) => svg.append(this.mark(one, one.tone ?? place, X, Y, bottom, (right - EDGE.left) / (x1 - x0))));
-    if (this.bound && this.bound.value <= y1) svg.append(s("line", { x1: EDGE.left, x2: right, y1: Y(this.bound.value), y2: Y(this.bound.value), class: "bound" }));
+    svg.append(s("text", { x: left - 8, y: bottom + 16, class: "axis", "text-anchor": "end" }, xLabel));
+    this.series.forEach((one, place) => svg.append(this.mark(one, one.tone ?? place, X, Y, bottom, (right - left) / (x1 - x0))));
+    if (this.bound && this.bound.value <= y1) svg.append(s("line", { x1: left, x2: right, y1: Y(this.bound.value), y2: Y(this.bound.value), class: "bound" }));
     this.cross = s("line", { class: "cross", y1: EDGE.top, y2: bottom, visibility: "hidden" });
     svg.append(this.cross);
     if (this.at !== null) this.show(this.at);

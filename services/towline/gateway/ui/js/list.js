@@ -1,7 +1,8 @@
 // A table whose rows j and k walk. Rows keep their selection by key while what they show changes.
 import { h, replace } from "./dom.js";
 
-// columns: [{ name, cell: (row) => node or text, kind: "n" | "wide" | "id" }]
+// columns: [{ name, cell: (row) => node or text, kind: "n" | "wide" | "id", narrow: "full" | "two" | "bare" }]; in a narrow window a
+// row is a card of three columns, and `narrow` cells stand there without their name.
 export class List {
   constructor({ label, columns, key, open, empty, rowClass = () => "", detail = null }) {
     Object.assign(this, { columns, key, open, empty, rowClass, detail });
@@ -39,7 +40,7 @@ export class List {
       }, ...this.columns.map((one) => {
         const shown = one.cell(row);
         const blank = shown === null || shown === "";
-        return h("td", { class: [one.kind ?? "", blank ? "blank" : ""].join(" ").trim() || null, "data-label": one.kind === "id" || one.bare ? null : one.name }, shown);
+        return h("td", { class: [one.kind ?? "", one.narrow ?? "", blank ? "blank" : ""].join(" ").trim() || null, "data-label": one.kind === "id" || one.narrow ? null : one.name }, shown);
       }));
       return this.opened.has(key) ? [line, h("tr", { class: "detail-row" }, h("td", { colspan: last, class: "wide" }, this.detail(row)))] : [line];
     }));

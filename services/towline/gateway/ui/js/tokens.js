@@ -21,7 +21,7 @@ export class TokenView {
     this.modes = h("div", { class: "segmented", role: "group", "aria-label": "Colour tokens by" });
     this.scale = h("div", { class: "scale" });
     this.box = h("div", {});
-    this.element = h("section", { class: "card", "aria-label": "Tokens" }, h("div", { class: "toolbar" }, h("h2", {}, "Tokens"), this.modes), this.scale, this.box);
+    this.element = h("section", { class: "card tokens-card", "aria-label": "Tokens" }, h("div", { class: "toolbar" }, h("h2", {}, "Tokens"), this.modes), this.scale, this.box);
     this.box.addEventListener("click", (event) => this.hit(event, true));
     this.box.addEventListener("pointerover", (event) => this.hit(event, false));
     this.box.addEventListener("focusin", (event) => this.hit(event, false));

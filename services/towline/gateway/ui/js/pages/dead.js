@@ -18,9 +18,9 @@ export function deadPage({ ask, go }, { query }) {
     detail: (row) => details(row),
     columns: [
       { name: "letter", kind: "id", cell: (row) => h("b", {}, row.sequence) },
-      { name: "stage", cell: (row) => h("span", { class: "pill warn" }, row.stage) },
+      { name: "stage", narrow: "two", cell: (row) => h("span", { class: "pill warn" }, row.stage) },
       { name: "sample", cell: (row) => (row.sample ? h("a", { class: "mono", href: `#/trajectory/${row.sample}`, tabindex: "-1" }, row.sample) : "") },
-      { name: "reason", kind: "wide", bare: true, cell: (row) => row.reason },
+      { name: "reason", kind: "wide", narrow: "full", cell: (row) => row.reason },
       { name: "bytes", kind: "n", cell: (row) => bytes(row.nbytes) },
       { name: "at", kind: "nowrap soft", cell: (row) => time(row.at) },
     ],

@@ -26,7 +26,7 @@ export function overviewPage({ ask }) {
     async look() {
       const [run, curves] = await Promise.all([ask("overview"), ask("curves")]);
       drawHead(head, run);
-      drawTiles(tiles, run);
+      drawTiles(tiles, run, curves);
       drawSamples(samples, run);
       drawLost(lost, run);
       drawServices(services, run);
@@ -57,8 +57,8 @@ export function overviewPage({ ask }) {
 }
 
 function drawHead(head, run) {
-  const [text, tone] = run.ended !== null ? [`ended: ${run.ended.replaceAll("_", " ")}`, "good"]
-    : run.depth >= run.steps ? ["all steps done", "good"] : run.live ? [run.state || "running", run.state ? "warn" : "info"] : ["not running", ""];
+  const [text, tone] = run.ended === "steps" || (run.ended === null && run.depth >= run.steps) ? ["finished", "good"]
+    : run.ended !== null ? [`ended: ${run.ended.replaceAll("_", " ")}`, run.ended === "end_of_data" ? "good" : "warn"] : run.live ? [run.state || "running", run.state ? "warn" : "info"] : ["not running", ""];
   const took = run.began_at && run.last_at ? duration((run.live && run.ended === null ? run.at : run.last_at) - run.began_at) : NONE;
   replace(head, h("h1", {}, run.run), h("span", { class: `pill ${tone}` }, text),
     h("div", { class: "progress", vars: { "--share": Math.min(run.depth / Math.max(run.steps, 1), 1) }, role: "progressbar", "aria-label": "Steps", "aria-valuemin": 0, "aria-valuemax": run.steps, "aria-valuenow": run.depth }, h("i", {})),
@@ -69,7 +69,8 @@ function drawHead(head, run) {
 const tile = (name, value, more = "", href = null, unit = "") =>
   h(href ? "a" : "div", { class: "tile", href }, h("div", { class: "name" }, name), h("div", { class: "value" }, value, unit && h("small", {}, ` ${unit}`)), h("div", { class: "more" }, more));
 
-function drawTiles(tiles, run) {
+function drawTiles(tiles, run, curves) {
+  const took = curves.last_ack_seconds.filter((one) => one !== null).sort((a, b) => a - b);
   const [version, count] = run.serving[0] ?? [run.version, null];
   const rows = Object.values(run.staleness).reduce((sum, one) => sum + one, 0);
   const mean = Object.entries(run.staleness).reduce((sum, [depth, one]) => sum + depth * one, 0) / Math.max(rows, 1);
@@ -78,7 +79,9 @@ function drawTiles(tiles, run) {
     tile("Reward, held-out", fixed(run.reward_held_out), run.reward_held_out === null ? "no evaluation yet" : `${fixed(run.reward_held_out_first)} at first; step ${run.held_out_depth}`),
     tile("Reward, train", fixed(run.reward_train), "of the last batch"),
     tile("Version", version ?? NONE, run.replicas ? `served by ${count} of ${run.replicas} replicas` : `${integer(run.versions)} committed`, "#/versions"),
-    tile("To all replicas", seconds(run.publish_to_all_p50_seconds), run.publish_to_all_p99_seconds === null ? "when several serve" : `p99 ${seconds(run.publish_to_all_p99_seconds)}`, "#/replicas", run.publish_to_all_p50_seconds === null ? "" : "p50"),
+    run.publish_to_all_p50_seconds === null
+      ? tile("Commit to served", took.length ? seconds(took[Math.floor(took.length / 2)]) : NONE, "median, the last replica to acknowledge", "#/replicas")
+      : tile("Published to all", seconds(run.publish_to_all_p50_seconds), `median; p99 ${seconds(run.publish_to_all_p99_seconds)}`, "#/replicas"),
     tile("Staleness", rows ? fixed(mean, 2) : NONE, `mean; at most ${Math.max(0, ...Object.keys(run.staleness))} of ${run.max_staleness} allowed`),
     run.trajectories_per_s === null
       ? tile("Trained", compact(run.trained_samples), `samples in ${integer(run.batches)} batches`, "#/trajectories?state=trained")
@@ -99,12 +102,12 @@ function drawSamples(card, run) {
 
 function counts(title, values, unit) {
   const rows = Object.entries(values).sort((a, b) => b[1] - a[1]);
-  return rows.length ? [h("h3", {}, title), h("dl", { class: "facts" }, rows.flatMap(([name, count]) => [h("dt", {}, name.replaceAll("_", " ")), h("dd", {}, `${integer(count)} ${unit}`)]))] : [];
+  return rows.length ? [h("div", {}, h("h3", {}, title), h("dl", { class: "facts" }, rows.flatMap(([name, count]) => [h("dt", {}, name.replaceAll("_", " ")), h("dd", {}, `${integer(count)} ${unit}`)])))] : [];
 }
 
 function drawLost(card, run) {
   const found = [...counts("Dropped", run.dropped, "samples"), ...counts("Failed attempts", run.failures, "attempts")];
-  replace(card, h("h2", {}, "What was lost"), found.length ? h("div", { class: "stack" }, found) : h("p", { class: "soft" }, "Nothing was dropped, no attempt failed."));
+  replace(card, h("h2", {}, "What was lost"), found.length ? h("div", { class: "lost" }, found) : h("p", { class: "soft" }, "Nothing was dropped, no attempt failed."));
 }
 
 function drawServices(card, run) {

@@ -1,5 +1,5 @@
 // Who serves which version, how far behind, and how each came to it.
-import { spark } from "../charts.js";
+import { Chart, spark } from "../charts.js";
 import { h } from "../dom.js";
 import { List } from "../list.js";
 import { NONE, ago, bytes, integer, moment, seconds } from "../format.js";
@@ -15,7 +15,7 @@ export function replicasPage({ ask }) {
     detail: (row) => details(row),
     columns: [
       { name: "replica", kind: "id", cell: (row) => [h("b", {}, row.replica), row.host ? [" ", h("span", { class: "soft" }, row.host)] : null] },
-      { name: "state", cell: (row) => [h("span", { class: `pill ${TONES[row.state] ?? "info"}` }, row.state), row.detail ? h("div", { class: "soft" }, row.detail) : null] },
+      { name: "state", narrow: "two", cell: (row) => [h("span", { class: `pill ${TONES[row.state] ?? "info"}` }, row.state), row.detail ? h("div", { class: "soft" }, row.detail) : null] },
       { name: "version", kind: "n", cell: (row) => [row.version ?? NONE, row.version !== null && row.version === latest ? null : h("div", { class: "soft" }, row.behind_seconds ? `${seconds(row.behind_seconds)} behind` : "")] },
       { name: "engine", cell: (row) => row.engine },
       { name: "slots", kind: "n", cell: (row) => (row.slots ? [h("span", { class: "meter", vars: { "--share": row.busy / row.slots } }, h("i", {})), ` ${integer(row.busy)}/${integer(row.slots)}`] : "") },
@@ -26,10 +26,15 @@ export function replicasPage({ ask }) {
       { name: "published to served", cell: (row) => (row.history.length > 1 ? spark(row.history.map(([, took]) => took), `seconds for the last ${row.history.length} versions`) : "") },
     ],
   });
+  const converging = new Chart({ title: "From commit to served", note: "By the step of the version: until the first, and until the last replica that acknowledged it.", format: seconds, floor: 0 });
   return {
-    element: h("div", {}, h("div", { class: "head" }, h("h1", {}, "Replicas"), h("p", { class: "lead" }, "Who serves which version, and what proves it: the weights' digest as the engine computes it, and its logprobs on fixed tokens.")), h("section", { class: "card" }, list.element)),
+    element: h("div", { class: "replicas" }, h("div", { class: "head" }, h("h1", {}, "Replicas"), h("p", { class: "lead" }, "Who serves which version, and what proves it: the weights' digest as the engine computes it, and its logprobs on fixed tokens.")), h("div", { class: "stack" }, h("section", { class: "card" }, list.element), converging.element)),
     async look() {
-      const answer = await ask("replicas");
+      const [answer, curves] = await Promise.all([ask("replicas"), ask("curves")]);
+      converging.set([
+        { name: "first replica", x: curves.version_depth, y: curves.first_ack_seconds, tone: 2 },
+        { name: "last replica", x: curves.version_depth, y: curves.last_ack_seconds, tone: 1 },
+      ]);
       latest = answer.latest;
       list.set(answer.rows);
     },

@@ -34,7 +34,7 @@ export function trajectoriesPage({ ask, go }, { query }) {
   const filters = h("form", { class: "filters card", role: "search", "aria-label": "Filters", onsubmit: (event) => (event.preventDefault(), apply()), onchange: () => apply() },
     text("id", "ID", "12 or 12.3"), choice("state", "State", STATES), text("step", "Step", "3 or 3:9"), text("version", "Version", "7 or 7:"), text("reward", "Reward", "0.5:1"),
     text("environment", "Environment", "module:Class"), choice("finish", "Finish", FINISHES), choice("lane", "Lane", ["train", "eval", "external"]),
-    h("div", { class: "buttons" }, h("button", { type: "submit", class: "primary" }, "Filter"), h("button", { type: "button", onclick: () => go("#/trajectories") }, "Clear")));
+    h("div", { class: "buttons" }, h("button", { type: "submit", class: "primary" }, "Filter"), h("button", { type: "button", onclick: () => go("#/trajectories") }, "Clear"), h("button", { type: "button", class: "more", onclick: () => filters.classList.toggle("open") }, "More")));
   const list = new List({
     label: "Trajectories",
     key: (row) => row.id,
@@ -42,14 +42,14 @@ export function trajectoriesPage({ ask, go }, { query }) {
     empty: () => (answer?.next ? [h("b", {}, "None among the newest"), "Older ones may fit: go on with n."] : [h("b", {}, "No trajectory fits"), "Loosen a filter, or clear them all."]),
     columns: [
       { name: "sample", kind: "id", cell: (row) => h("a", { href: `#/trajectory/${row.id}`, tabindex: "-1" }, row.id) },
-      { name: "state", cell: (row) => [statePill(row.state), row.lane === "train" ? null : [" ", h("span", { class: "soft" }, row.lane)]] },
+      { name: "state", kind: "nowrap", narrow: "two", cell: (row) => [statePill(row.state), row.lane === "train" ? null : [" ", h("span", { class: "soft" }, row.lane)]] },
       { name: "reward", kind: "n", cell: (row) => (row.reward === null ? NONE : h("span", { class: "reward" }, h("span", { class: "meter", vars: { "--share": Math.min(Math.max(row.reward, 0), 1) } }, h("i", {})), fixed(row.reward))) },
       { name: "step", kind: "n", cell: (row) => (row.step === null ? "" : integer(row.step)) },
       { name: "versions", kind: "n", cell: (row) => versions(row.version_start, row.version_end) },
       { name: "tokens", kind: "n", cell: (row) => [integer(row.policy_tokens), h("span", { class: "soft" }, ` / ${integer(row.total_tokens)}`)] },
       { name: "finish", cell: (row) => (row.finish ?? "").replaceAll("_", " ") },
-      { name: "text", kind: "wide", bare: true, cell: (row) => (row.response === null ? h("span", { class: "soft" }, environment(row.environment)) : h("div", { class: "preview", title: environment(row.environment) }, h("bdi", { class: "prompt" }, visible(row.prompt)), h("bdi", {}, visible(row.response)))) },
       { name: "scored", kind: "nowrap soft", cell: (row) => time(row.at) },
+      { name: "text", kind: "wide", narrow: "full", cell: (row) => (row.response === null ? h("span", { class: "soft" }, environment(row.environment)) : h("div", { class: "preview", title: environment(row.environment) }, h("bdi", { class: "prompt" }, visible(row.prompt)), h("bdi", {}, visible(row.response)))) },
     ],
   });
   const pager = h("div", { class: "pager", "aria-live": "polite" });

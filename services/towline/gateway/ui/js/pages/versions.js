@@ -17,7 +17,7 @@ export function versionsPage({ ask, go }) {
     empty: () => [h("b", {}, "No version yet"), "The first is the base model, as entry 0 of the LOG."],
     detail: (row) => details(row),
     columns: [
-      { name: "version", kind: "id", cell: (row) => [h("b", {}, row.number), " ", row.quarantined ? h("span", { class: "pill bad" }, "quarantined") : !row.on_line ? h("span", { class: "pill warn" }, "off the line") : row.kind === "base" ? h("span", { class: "pill" }, "base model") : null] },
+      { name: "version", kind: "id", narrow: "full", cell: (row) => [h("b", {}, row.number), " ", row.quarantined ? h("span", { class: "pill bad" }, "quarantined") : !row.on_line ? h("span", { class: "pill warn" }, "off the line") : row.kind === "base" ? h("span", { class: "pill" }, "base model") : null] },
       { name: "step", kind: "n", cell: (row) => integer(row.depth) },
       { name: "committed", kind: "nowrap", cell: (row) => time(row.at) },
       { name: "wire", kind: "n", cell: (row) => (row.wire_bytes === null ? "" : [bytes(row.wire_bytes), " ", h("span", { class: "soft" }, share(row.wire_bytes / row.model_bytes, 1))]) },
@@ -26,7 +26,7 @@ export function versionsPage({ ask, go }) {
       { name: "upload", kind: "n", cell: (row) => seconds(row.upload_seconds) },
       { name: "verify", kind: "n", cell: (row) => seconds(row.verify_seconds) },
       { name: "held-out", kind: "n", cell: (row) => (row.eval_mean === null ? "" : fixed(row.eval_mean)) },
-      { name: "acknowledged", cell: (row) => acknowledged(row, replicas) },
+      { name: "acknowledged", kind: "ack", cell: (row) => acknowledged(row, replicas) },
     ],
   });
   const turn = (to) => {
