@@ -14,6 +14,11 @@ from pydantic import BaseModel, Field, SecretStr, model_validator
 from towline.config_loading import STRICT, Count, Positive
 from towline.errors import UsageError
 
+DEFAULT_ROLE = "operator"
+"""Of whoever names none: a person at a command line. Services name theirs."""
+SEED, ACCESS_KEY, SECRET_KEY = ".nk", ".s3-access", ".s3-secret"
+"""After a role's name: its files in a folder of keys."""
+
 
 class BusSettings(BaseModel):
     model_config = STRICT
@@ -31,7 +36,7 @@ class BusSettings(BaseModel):
     password_file: str = ""
     token: SecretStr = SecretStr("")
     role: str = ""
-    """Of `towline access`; empty: the service's own, operator for the command line."""
+    """Of `towline access`: who a process is. Empty: the service's own, operator for the command line."""
     inbox_prefix: str = ""
     """Under which answers come; empty: _INBOX.USER, or _INBOX.ROLE where no user is named."""
     tls_ca: str = ""
@@ -55,6 +60,23 @@ class BusSettings(BaseModel):
     def secret(self) -> str:
         """The password, by value or from its file."""
         return read_secret(self.password_file, "bus.password_file") or self.password.get_secret_value()
+
+    @property
+    def seed(self) -> str:
+        """The nkey's seed: `nkey_seed_file`'s, or the role's; "" where another way to come is named, or none."""
+        if self._by_folder:
+            return read_secret(f"{self.keys_folder}/{self.acts_as}{SEED}", "bus.keys_folder")
+        return read_secret(self.nkey_seed_file, "bus.nkey_seed_file")
+
+    @property
+    def acts_as(self) -> str:
+        """The role; "" where none is known."""
+        return self.role or (DEFAULT_ROLE if self._by_folder else "")
+
+    @property
+    def _by_folder(self) -> bool:
+        named = self.nkey_seed_file or self.credentials_file or self.user or self.token.get_secret_value()
+        return bool(self.keys_folder and not named)
 
     @model_validator(mode="after")
     def _agree(self) -> BusSettings:
@@ -86,6 +108,8 @@ class StoreSettings(BaseModel):
     secret_key_file: str = ""
     keys_folder: str = ""
     """A folder with ROLE.s3-access and ROLE.s3-secret for each role, as `towline access s3` writes it."""
+    role: str = ""
+    """As bus.role."""
     ca: str = ""
     """PEM file: whoever signed the certificate of an https:// endpoint; empty: the usual authorities."""
     timeout_seconds: Positive = 30.0
@@ -93,6 +117,9 @@ class StoreSettings(BaseModel):
     @property
     def keys(self) -> tuple[str, str]:
         """Access and secret key, by value or from their files; "" for what isn't set."""
+        if self.keys_folder and not (self.access_key or self.access_key_file):
+            own = f"{self.keys_folder}/{self.role or DEFAULT_ROLE}"
+            return read_secret(own + ACCESS_KEY, "store.keys_folder"), read_secret(own + SECRET_KEY, "store.keys_folder")
         return (
             read_secret(self.access_key_file, "store.access_key_file") or self.access_key,
             read_secret(self.secret_key_file, "store.secret_key_file") or self.secret_key.get_secret_value(),

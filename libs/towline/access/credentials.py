@@ -14,6 +14,7 @@ from pathlib import Path
 
 import nkeys
 
+from towline.config_servers import ACCESS_KEY, SECRET_KEY, SEED
 from towline.errors import UsageError
 from towline.runtime.files import write_private
 
@@ -29,15 +30,15 @@ class KeyPair:
 
 
 def seed_path(folder: Path, role: str) -> Path:
-    return folder / f"{role}.nk"
+    return folder / f"{role}{SEED}"
 
 
 def access_key_path(folder: Path, role: str) -> Path:
-    return folder / f"{role}.s3-access"
+    return folder / f"{role}{ACCESS_KEY}"
 
 
 def secret_key_path(folder: Path, role: str) -> Path:
-    return folder / f"{role}.s3-secret"
+    return folder / f"{role}{SECRET_KEY}"
 
 
 def bus_users(folder: Path, names: Iterable[str], *, anew: bool = False) -> dict[str, str]:

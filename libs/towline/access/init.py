@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 
 from towline.access.identity import as_role
-from towline.access.nats import shared_consumers
 from towline.access.roles import INIT
+from towline.bus.address import without_user
 from towline.bus.client import Bus
 from towline.bus.consumer import Consumer
-from towline.bus.topology import BUCKETS, STREAMS, Topology
+from towline.bus.topology import BUCKETS, STREAMS, ConsumerSpec, Topology
 from towline.config import Settings
+from towline.contract.task import TRAIN
 from towline.store.honesty import prove
 from towline.store.objects import open_store
 from towline.store.s3 import S3Store
@@ -23,21 +24,31 @@ async def initialise(settings: Settings) -> list[str]:
     """Make what is missing, as role init; a line for each thing that is there now. Raises the `TowlineError` that forbids it."""
     own = as_role(settings, INIT)
     told = [await asyncio.to_thread(_store, own)]
-    bus = await Bus.connect(own.bus, run=own.run.name, client_name=f"init-{own.run.name}")
-    try:
-        await prepare_bus(bus)
-    finally:
-        await bus.close()
-    consumers = ", ".join(spec.durable for spec in shared_consumers(Topology(own.run.name)))
-    told.append(f"bus {own.bus.url}: {len(STREAMS)} streams, {len(BUCKETS)} buckets, consumers {consumers}")
+    await prepare_bus(settings)
+    consumers = ", ".join(spec.durable for spec in _consumers(own))
+    told.append(f"bus {without_user(own.bus.url)}: {len(STREAMS)} streams, {len(BUCKETS)} buckets, consumers {consumers}")
     return told
 
 
-async def prepare_bus(bus: Bus) -> None:
-    """Streams, buckets and the consumers that services share. One that is there keeps its settings."""
-    await bus.ensure()
-    for spec in shared_consumers(bus.topology):
-        await Consumer(bus.jetstream, spec, None).ensure()
+async def prepare_bus(settings: Settings) -> None:
+    """Streams, buckets and the consumers that services share, made as role init. A consumer that is there stays as it is."""
+    own = as_role(settings, INIT)
+    bus = await Bus.connect(own.bus, run=own.run.name, client_name=f"init-{own.run.name}")
+    try:
+        await bus.ensure()
+        for spec in _consumers(own):
+            await Consumer(bus.jetstream, spec, None).ensure()
+    finally:
+        await bus.close()
+
+
+def _consumers(settings: Settings) -> list[ConsumerSpec]:
+    topology, rollout = Topology(settings.run.name), settings.rollout
+    return [
+        topology.lane_consumer(TRAIN, rollout.replicas * rollout.slots, ack_wait_seconds=rollout.ack_wait_seconds),
+        topology.reward_consumer(ack_wait_seconds=settings.reward.ack_wait_seconds),
+        topology.publisher_consumer(),
+    ]
 
 
 def _store(settings: Settings) -> str:

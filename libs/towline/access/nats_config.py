@@ -52,6 +52,12 @@ def users_config(accounts: Sequence[Account], tls: Tls | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
+def authorization_config(runs: Sequence[str], users: Mapping[str, str]) -> str:
+    """The same users without an account of their own: for a server that had none, whose streams are in the default account."""
+    lines = [f"  {_user(key, permissions(role, runs))}  # {role}" for role, key in users.items()]
+    return "\n".join(["authorization { users: [", *lines, "] }"]) + "\n"
+
+
 def plain(granted: Permissions) -> dict[str, dict[str, list[str]]]:
     """As nats-server's configuration and user JWTs' makers have it."""
     return {

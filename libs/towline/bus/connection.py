@@ -12,6 +12,7 @@ import contextlib
 import random
 import re
 import secrets
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -33,6 +34,8 @@ _NO_LIMIT = 1 << 30
 """For nats-py's own limits: what is in flight is bounded before it gets there (publish.py), what comes in is pulled."""
 
 _DENIED = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
+_LAST_SENT = 512
+"""Subjects of messages, the last ones, among which a refused one is looked for."""
 Receiver = Callable[[Msg], None]
 _log = structlog.get_logger("towline.bus")
 
@@ -73,8 +76,9 @@ class Connection:
         self.client_name = client_name
         self.address = without_user(settings.url)
         self.last_error: str | None = None
-        self._inbox_root = settings.inbox_prefix or ".".join(filter(None, ("_INBOX", settings.user or settings.role)))
+        self._inbox_root = settings.inbox_prefix or ".".join(filter(None, ("_INBOX", settings.user or settings.acts_as)))
         self._denied: set[str] = set()
+        self._unanswered: deque[str] = deque(maxlen=_LAST_SENT)
         self._servers = [part.strip() for part in settings.url.split(",") if part.strip()]
         self._client: Client | None = None
         self._connected = asyncio.Event()
@@ -178,10 +182,15 @@ class Connection:
         """Hand a message to the connection; nobody says whether it arrived. `Unsettled` where there is no connection."""
         if self._client is None or not self.connected:
             raise Unsettled(self._away())
-        if subject in self._denied:
-            raise UsageError(self._refusal("publish", subject), code=DENIED_CODE)
+        self.raise_if_denied(subject)
+        self._unanswered.append(subject)
         with self._translated():
             await self._client.publish(subject, data, reply, headers)
+
+    def raise_if_denied(self, subject: str) -> None:
+        """`UsageError` where the server has refused a message on this subject: whoever sends without waiting asks here."""
+        if subject in self._denied:
+            raise UsageError(self._refusal("publish", subject), code=DENIED_CODE)
 
     async def post(self, subject: str, data: bytes, *, headers: dict[str, str] | None = None) -> asyncio.Future[Msg]:
         """Send a message that will be answered: the future is the answer, `Unsettled` (lost) or `UsageError` (refused).
@@ -248,6 +257,7 @@ class Connection:
 
     async def _connect(self) -> None:
         settings = self.settings
+        self._denied.clear()
         client, known = new_client(settings), login(settings)
         client._parse_header_lines = parse_header_lines
         try:
@@ -261,9 +271,13 @@ class Connection:
                 )  # fmt: skip
                 for subscription in list(self._subscriptions.values()):
                     await self._start(client, subscription)
-                await client.flush(_FLUSH_SECONDS)
+                for _ in range(2):  # nats-py may take the answer to its first PING, when it's late, for the flush's
+                    await client.flush(_FLUSH_SECONDS)
                 if not client.is_connected:
                     raise nats.errors.ConnectionClosedError
+                if self._replies.subject in self._denied:  # no answer would ever come
+                    await client.close()
+                    raise UsageError(self._refusal("subscription", self._replies.subject), code=DENIED_CODE)
         except (nats.errors.Error, OSError, TimeoutError) as error:
             reason = self.last_error if isinstance(error, nats.errors.NoServersError) and self.last_error else _one_line(error)
             await client.close()
@@ -273,7 +287,6 @@ class Connection:
                 code="bus_unreachable",
             ) from None
         self._client = client
-        self._denied.clear()
         self._lost.clear()
         self.last_error = None
         self._connected.set()
@@ -319,20 +332,21 @@ class Connection:
             if not future.done() and (verb == "subscription" or sent_to == subject):
                 future.set_exception(UsageError(self._refusal(verb, subject), code=DENIED_CODE))
                 told = True
-        if verb == "publish":
-            self._denied.add(subject)
+        self._denied.add(subject)
         if not told:  # nobody waits for an answer that would bring the reason
             _log.error("bus_denied", reason=self._refusal(verb, subject))
 
     def _spelt(self, subject: str) -> str:
         """The subject as it was sent: nats-py tells it in lower case."""
         sent = [name for name, _ in self._pending.values()] + [held.subject for held in self._subscriptions.values()]
-        return next((name for name in sent if name.lower() == subject.lower()), subject)
+        return next((name for name in [*sent, *self._unanswered] if name.lower() == subject.lower()), subject)
 
     def _refusal(self, verb: str, subject: str) -> str:
-        settings = self.settings
-        who = f"role {settings.role}" if settings.role else f"user {settings.user}" if settings.user else "this user"
-        about = f"`towline access show {settings.role}` tells what it may" if settings.role else "see `towline access --help`"
+        role, user = self.settings.acts_as, self.settings.user
+        who = f"user {user}" if user else f"role {role}" if role else "this user"
+        about = f"`towline access show {role}` tells what it may" if role else "see `towline access --help`"
+        if ".STREAM.CREATE." in subject or ".STREAM.UPDATE." in subject:
+            about = "streams are made by `towline init`, which comes first, and again after changed settings"
         may = "publish to" if verb == "publish" else "subscribe to"
         return f"the bus refuses {who} to {may} {subject}: {about}"
 

@@ -80,6 +80,7 @@ class Consumer:
         self._blobs = blobs
         self.spec = spec
         self._what = f"consumer {spec.durable} of {spec.stream}"
+        self._next = f"$JS.API.CONSUMER.MSG.NEXT.{spec.stream}.{spec.durable}"
         self._inbox = self._connection.new_inbox()
         self._arrived: deque[Msg] = deque()
         self._wake = asyncio.Event()
@@ -166,15 +167,14 @@ class Consumer:
                 taken.append(message)
             elif (message.headers or {}).get("Status") == NO_RESPONDERS and not taken:
                 raise Unsettled(f"{self._what} isn't there", no_responders=True)
+        if not taken:
+            self._connection.raise_if_denied(self._next)  # a refused pull is one that nobody answers
         return taken
 
     async def _ask(self, count: int, seconds: float) -> None:
         self._pull_count += 1
         request = {"batch": count, "no_wait": True, "expires": max(int(seconds * _NANOSECONDS), _SHORTEST_NANOSECONDS)}
-        await self._connection.send(
-            f"$JS.API.CONSUMER.MSG.NEXT.{self.spec.stream}.{self.spec.durable}", msgspec.json.encode(request),
-            reply=f"{self._inbox}.{self._pull_count}",
-        )  # fmt: skip
+        await self._connection.send(self._next, msgspec.json.encode(request), reply=f"{self._inbox}.{self._pull_count}")
         self._open[str(self._pull_count)] = count
 
     def _is_delivery(self, message: Msg) -> bool:

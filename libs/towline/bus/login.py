@@ -33,7 +33,7 @@ def login(settings: BusSettings) -> dict[str, Any]:
         "password": settings.secret if settings.user else "",
         "token": settings.token.get_secret_value(),
         "user_credentials": settings.credentials_file,
-        "nkeys_seed_str": read_secret(settings.nkey_seed_file, "bus.nkey_seed_file"),
+        "nkeys_seed_str": settings.seed,
         "tls": _tls(settings) if settings.encrypted else None,
     }
     read_secret(settings.credentials_file, "bus.credentials_file")  # nats-py would call it an unexpected end of the connection

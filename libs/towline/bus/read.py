@@ -145,6 +145,7 @@ class OrderedReader:
                     await self._ask_for_more()
             arrived = self._arrived.popleft() if self._arrived else await self._next_arrived()
             if arrived is None:
+                self._connection.raise_if_denied(self._pull)
                 return
             if not arrived.reply.startswith("$JS.ACK."):
                 if not self._goes_on(arrived):
@@ -179,11 +180,12 @@ class OrderedReader:
             "expires": int(PULL_SECONDS * _NANOSECONDS),
             "idle_heartbeat": int(HEARTBEAT_SECONDS * _NANOSECONDS),
         }
-        await self._connection.send(
-            f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}", msgspec.json.encode(request),
-            reply=f"{self._inbox}.{self._life_count}",
-        )  # fmt: skip
+        await self._connection.send(self._pull, msgspec.json.encode(request), reply=f"{self._inbox}.{self._life_count}")
         self._asked = want
+
+    @property
+    def _pull(self) -> str:
+        return f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}"
 
     async def _next_arrived(self) -> Msg | None:
         """The next message or status of this life; None where it is lost or silent."""

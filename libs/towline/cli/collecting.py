@@ -110,6 +110,7 @@ def _pass(
     directory: RunDirectory, settings: Settings, grace: float, anchors: int, checkpoints: int, dry_run: bool
 ) -> tuple[Plan, dict[str, Any], bool]:
     """(the plan, what was done, whether the run has ended) of one pass."""
+    from towline.access.roles import GC
     from towline.local.access import open_objects
     from towline.store.collect import collect, survey
     from towline.store.log import Log
@@ -118,7 +119,7 @@ def _pass(
     readers, longest, ended = _replicas(directory, settings)
     chosen = max(grace, PREPARES_IN_A_GRACE * longest)
     rules = Rules(grace_seconds=chosen, anchors=anchors, checkpoints=checkpoints)
-    with open_objects(directory, settings) as objects:
+    with open_objects(directory, settings, GC) as objects:
         log = Log(objects, settings.run.name)
         log.refresh()
         if dry_run:
@@ -183,6 +184,7 @@ def held(objects: ObjectStore, log: Log, version: int, name: str | None = None) 
 def _replicas(directory: RunDirectory, settings: Settings) -> tuple[tuple[Hold, ...] | None, float, bool]:
     """(what the registered replicas hold, the longest prepare that they have acknowledged, whether the run has ended);
     (None, 0, False) without a bus."""
+    from towline.access.roles import GC
     from towline.bus.topology import ACKS, REPLICAS
     from towline.contract.policy import decode_ack, decode_replica
     from towline.local.access import open_run
@@ -190,7 +192,7 @@ def _replicas(directory: RunDirectory, settings: Settings) -> tuple[tuple[Hold, 
     from towline.store.claims import Hold
 
     async def ask() -> tuple[tuple[Hold, ...], float, bool]:
-        async with open_run(directory, settings) as access:
+        async with open_run(directory, settings, GC) as access:
             entries = [decode_replica(data) for data in (await access.bus.kv(REPLICAS).items()).values()]
             acks = [decode_ack(data) for data in (await access.bus.kv(ACKS).items()).values()]
             ended = await run_has_ended(access.bus, settings.run.steps)

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
+from towline.access.identity import as_role
+from towline.access.roles import OPERATOR
 from towline.bus.client import Bus
 from towline.config import Settings
 from towline.errors import ConflictError, MissingError, UsageError
@@ -28,9 +30,9 @@ class Access:
 
 
 @contextlib.asynccontextmanager
-async def open_run(directory: RunDirectory, settings: Settings) -> AsyncIterator[Access]:
+async def open_run(directory: RunDirectory, settings: Settings, role: str = OPERATOR) -> AsyncIterator[Access]:
     """Bus and store of the run; its own servers are started for the time being where they are down."""
-    with _reachable(directory, settings, bus=True) as reachable:
+    with _reachable(directory, as_role(settings, role), bus=True) as reachable:
         objects = open_store(reachable.store)
         name = settings.run.name
         bus = await Bus.connect(
@@ -43,9 +45,9 @@ async def open_run(directory: RunDirectory, settings: Settings) -> AsyncIterator
 
 
 @contextlib.contextmanager
-def open_objects(directory: RunDirectory, settings: Settings) -> Iterator[ObjectStore]:
+def open_objects(directory: RunDirectory, settings: Settings, role: str = OPERATOR) -> Iterator[ObjectStore]:
     """The run's store alone."""
-    with _reachable(directory, settings, bus=False) as reachable:
+    with _reachable(directory, as_role(settings, role), bus=False) as reachable:
         yield open_store(reachable.store)
 
 

@@ -1,10 +1,10 @@
 """Where `towline up` keeps a run on this machine, and how other shells find it again.
 
-DIRECTORY/NAME/settings.toml    what the services read; owner-only, it holds the S3 server's keys
+DIRECTORY/NAME/settings.toml    what the services read; owner-only: it may hold secrets
                preflight.toml   what `towline up` checked before it started anything
                run.toml.path    the TOML file that the run was started from
                logs/SERVICE.log one for each process, appended to across restarts
-               nats/ s3/        the local servers' data
+               nats/ s3/        the local servers' data, and in keys/ each role's keys for them
                model/           made by model.factory
                processes.json   who runs, with each process's start time
                figures.json     totals over restarts, for the summary
@@ -88,10 +88,10 @@ class RunDirectory:
         return self.path / "logs" / f"{process}.log"
 
     def nats(self) -> NatsServer:
-        return NatsServer(self.path / "nats")
+        return NatsServer(self.path / "nats", runs=[self.name])
 
     def s3(self) -> S3Server:
-        return S3Server(self.path / "s3")
+        return S3Server(self.path / "s3", runs=[self.name])
 
     def load(self) -> Settings:
         """The effective settings; the run's own code can be imported afterwards, as in its services."""

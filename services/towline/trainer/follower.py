@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 import structlog
 import uvloop
 
+from towline.access.identity import as_role
+from towline.access.roles import TRAINER
 from towline.bus.client import Bus
 from towline.config import Settings, load_settings
 from towline.delta.codec import warm_up
@@ -52,7 +54,7 @@ def run_follower(config: Path, replica: str | None) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        settings = load_settings(config)
+        settings = as_role(load_settings(config), TRAINER)
         configure_logging(settings.service, service="trainer", replica=f"{name}.{rank}", run=settings.run.name)
     except TowlineError as error:
         exit_now(exit_code(error))
