@@ -69,7 +69,10 @@ class Ui:
         ]
 
     async def _file(self, request: Request) -> Response:
-        return self._files.answer(request, request.path_params["name"] or "index.html")
+        name = request.path_params["name"]
+        if name.startswith("api/"):
+            return _fault(ApiError(404, "not_found", f"{request.url.path}: no such question"))
+        return self._files.answer(request, name or "index.html")
 
     def _api(self, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
         async def respond(request: Request) -> Response:
@@ -94,7 +97,7 @@ class Ui:
     def _admit(self, request: Request) -> None:
         """Its token; where none is needed, a name of this machine: a page elsewhere whose name was pointed here has another."""
         self._tenants.of(request.headers.get("authorization", ""))
-        if not self._token_needed and not _names_this_machine(request.url.hostname or ""):
+        if not self._token_needed and not _names_this_machine(request.headers.get("host", "")):
             raise ApiError(403, "permission_error", "without gateway.tenants the view answers to localhost alone: open it there")
 
     async def _begun(self) -> None:
@@ -154,11 +157,13 @@ def _fault(error: ApiError) -> Response:
     return response
 
 
-def _names_this_machine(host: str) -> bool:
+def _names_this_machine(header: str) -> bool:
+    """By the request's Host."""
+    host = header.partition("]")[0].lstrip("[") if header.startswith("[") else header.partition(":")[0]
     if host == "localhost" or host.endswith(".localhost"):
         return True
     with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     return False
 
 
