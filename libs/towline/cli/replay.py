@@ -1,4 +1,5 @@
-"""`towline replay`: train a run again and compare it bit for bit, send its trajectories once more, or score them anew."""
+"""`towline replay`: train a run again and compare it bit for bit, feed it to a second trainer, send its trajectories once more,
+or score them anew."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ from towline.errors import UsageError
 
 if TYPE_CHECKING:
     from towline.bundle.select import Filter
+    from towline.cli.replay_into import Into
+    from towline.replay.curve import Comparison
     from towline.replay.report import VersionResult
 
 
@@ -26,17 +29,31 @@ def replay(
     to: Annotated[
         str | None, typer.Option("--to", metavar="FILE|screen", help="Send the trajectories there, one a line.")
     ] = None,
+    into: Annotated[
+        str | None, typer.Option("--into", metavar="trainer", help="Feed a second trainer, in a run of its own, and compare.")
+    ] = None,
     rescore: Annotated[
         str | None, typer.Option(metavar="MODULE:FUNCTION", help="Score the trajectories with this verifier and compare.")
     ] = None,
-    start: Annotated[int, typer.Option("--from", metavar="VERSION", help="--verify: begin at this version's checkpoint.")] = 0,
-    until: Annotated[int | None, typer.Option(metavar="VERSION", help="--verify: end at this version.")] = None,
+    start: Annotated[
+        int,
+        typer.Option("--from", metavar="VERSION", help="--verify: begin at its checkpoint; --into: with its weights."),
+    ] = 0,
+    until: Annotated[int | None, typer.Option(metavar="VERSION", help="--verify, --into: end at this version.")] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="--verify: what if it had been this?")
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="--verify, --into: another setting.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="--into: the new run's; RUN-replay where it's left out.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="--into: a TOML file with the new run's settings instead of RUN's.")
+    ] = None,
+    groups_per_batch: Annotated[
+        int | None,
+        typer.Option("--rebatch", min=1, metavar="GROUPS", help="--into: the trajectories in batches of so many groups."),
     ] = None,
     go_on: Annotated[bool, typer.Option("--go-on", help="--verify: past the first difference.")] = False,
-    speed: Annotated[float, typer.Option(min=0, help="--to: times the recorded speed; 0: as fast as it goes.")] = 0.0,
-    step: Annotated[bool, typer.Option("--step", help="--to: one at a time, at each Enter.")] = False,
+    speed: Annotated[float, typer.Option(min=0, help="--to, --into: times the recorded speed; 0: as fast as it goes.")] = 0.0,
+    step: Annotated[bool, typer.Option("--step", help="--to, --into: one at a time, at each Enter.")] = False,
     arguments: Annotated[str, typer.Option(metavar="JSON", help="--rescore: the verifier's arguments.")] = "{}",
     scope: Annotated[str | None, typer.Option(help="--rescore: sample or group; the run's where left out.")] = None,
     code: Annotated[Path | None, typer.Option(help="A folder with the run's own code, for import paths.")] = None,
@@ -54,13 +71,25 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Replay a run or a bundle; the original is only read. Exit status 1 where a replay differs from the recorded run."""
-    if sum([verify, to is not None, rescore is not None]) != 1:
-        raise UsageError("give one of --verify, --to FILE|screen and --rescore MODULE:FUNCTION", code="replay_mode")
+    if sum([verify, to is not None, into is not None, rescore is not None]) != 1:
+        raise UsageError(
+            "give one of --verify, --into trainer, --to FILE|screen and --rescore MODULE:FUNCTION", code="replay_mode"
+        )
+    if into not in (None, "trainer"):
+        raise UsageError(f"--into {into!r}: use trainer; a file or the screen is --to", code="replay_mode")
     if code is not None:
         sys.path.insert(0, str(code.resolve()))
     wanted = trajectories.make_filter(group, version, reward, finish, replica, lane, prompt, time, environment, state)
     if verify:
         _verify(target, start, until, _overrides(settings or []), go_on, as_json, code)
+    elif into is not None:
+        from towline.cli.replay_into import Into
+
+        asked = Into(
+            name=name, config=config, changes=_overrides(settings or []), code=code, start=start, until=until,
+            groups_per_batch=groups_per_batch, wanted=wanted, speed=speed, wait=_enter if step else None,
+        )  # fmt: skip
+        _into(target, asked, as_json)
     elif to is not None:
         asyncio.run(_send(target, to, wanted, speed, step, limit, as_json))
     elif rescore is not None:
@@ -89,6 +118,17 @@ def _verify(
     print(json.dumps(report.plain()) if as_json else "\n".join(report.lines()))
     if not report.equal:
         raise typer.Exit(1)
+
+
+def _into(target: str, asked: Into, as_json: bool) -> None:
+    from towline.cli.replay_into import into_trainer
+
+    async def run() -> Comparison:
+        async with open_source(target) as source:
+            return await into_trainer(source, target, asked)
+
+    found = asyncio.run(run())
+    print(json.dumps(found.plain(), default=str) if as_json else "\n".join(found.lines()))
 
 
 async def _send(target: str, to: str, wanted: Filter, speed: float, step: bool, limit: int | None, as_json: bool) -> None:
