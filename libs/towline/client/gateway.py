@@ -1,51 +1,86 @@
-"""A client of the gateway, async and sync: rollouts by a policy that the caller accepts, from one endpoint.
+"""A client of the gateway over HTTP, async and sync: rollouts by a policy that the caller accepts, from one endpoint.
 
-A repeat is safe (see rules.py), so what passes by itself is repeated with a back-off for `patience_seconds`: lost connections,
-409 WeightVersionNotReady, 429, 5xx with their Retry-After. A stream that breaks goes on where it broke.
+What they do is in operations.py, once; each class here only sends, waits and shows. For gRPC see grpc.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
+import functools
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, assert_never
 
 import httpx
 
-from towline.client.rules import (
-    Following,
-    Generated,
-    Patience,
-    Piece,
-    generate_body,
-    headers,
-    new_key,
-    passes,
-    read_answer,
-    refusal,
-)
-from towline.errors import TowlineError, UnavailableError
+from towline.client.operations import Ask, Call, Lost, Operations, Reply, Told
+from towline.client.rules import Piece
+from towline.client.steps import Flow, Next, Send, Show, Wait, lost
 
 PATIENCE_SECONDS = 120.0
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 600.0
 """A whole answer may be so long in coming."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _awaited(
+    operation: Callable[Concatenate[Operations, P], Call[T]],
+) -> Callable[Concatenate[AsyncGateway, P], Coroutine[Any, Any, T]]:
+    async def method(self: AsyncGateway, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._run(operation(self._operations, *args, **kwargs))
+
+    functools.update_wrapper(method, operation)
+    return method
+
+
+def _blocking(operation: Callable[Concatenate[Operations, P], Call[T]]) -> Callable[Concatenate[Gateway, P], T]:
+    def method(self: Gateway, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._run(operation(self._operations, *args, **kwargs))
+
+    functools.update_wrapper(method, operation)
+    return method
+
+
+def _async_pieces(
+    operation: Callable[Concatenate[Operations, P], Flow[Ask, Piece, Told]],
+) -> Callable[Concatenate[AsyncGateway, P], AsyncIterator[Piece]]:
+    def method(self: AsyncGateway, /, *args: P.args, **kwargs: P.kwargs) -> AsyncIterator[Piece]:
+        return self._follow(operation(self._operations, *args, **kwargs))
+
+    functools.update_wrapper(method, operation)
+    return method
+
+
+def _pieces(
+    operation: Callable[Concatenate[Operations, P], Flow[Ask, Piece, Told]],
+) -> Callable[Concatenate[Gateway, P], Iterator[Piece]]:
+    def method(self: Gateway, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[Piece]:
+        return self._follow(operation(self._operations, *args, **kwargs))
+
+    functools.update_wrapper(method, operation)
+    return method
 
 
 class AsyncGateway:
-    """`async with AsyncGateway("http://…", token=…) as gateway`."""
+    """`async with AsyncGateway("http://…", token=…) as gateway`. `verify`: as httpx takes it, for a gateway with its own CA."""
 
     def __init__(
-        self, url: str, *, token: str = "", patience_seconds: float = PATIENCE_SECONDS, silence_seconds: float = SILENCE_SECONDS
+        self,
+        url: str,
+        *,
+        token: str = "",
+        model: str = "",
+        patience_seconds: float = PATIENCE_SECONDS,
+        silence_seconds: float = SILENCE_SECONDS,
+        verify: Any = True,
     ) -> None:
-        self._token, self._patience_seconds = token, patience_seconds
-        self._http = httpx.AsyncClient(base_url=url, timeout=_timeouts(silence_seconds), limits=_LIMITS)
+        self._operations = Operations(token, patience_seconds, model)
+        self._http = httpx.AsyncClient(base_url=url, timeout=_timeouts(silence_seconds), limits=_LIMITS, verify=verify)
 
-    async def __aenter__(self) -> AsyncGateway:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -54,107 +89,100 @@ class AsyncGateway:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        sampling: Mapping[str, Any] | None = None,
-        min_version: int | None = None,
-        exact_version: int | None = None,
-        wait_seconds: float = 0.0,
-        session: str | None = None,
-        key: str | None = None,
-    ) -> list[Generated]:
-        """`sampling["n"]` samples of the prompt. `sampling` is SGLang's sampling_params.
+    generate = _awaited(Operations.generate)
+    stream = _async_pieces(Operations.stream)
+    chat = _awaited(Operations.chat)
+    open_session = _awaited(Operations.open_session)
+    claim = _awaited(Operations.claim)
+    turn = _awaited(Operations.turn)
+    rollback = _awaited(Operations.rollback)
+    finish = _awaited(Operations.finish)
+    view_session = _awaited(Operations.view_session)
+    delete_session = _awaited(Operations.delete_session)
+    versions = _awaited(Operations.versions)
+    wait_for_version = _awaited(Operations.wait_for_version)
+    server_info = _awaited(Operations.server_info)
+    post = _awaited(Operations.post)
 
-        `VersionNotReadyError`, `UnavailableError` once the patience is over; `UsageError` where no repeat would help. `key`: that
-        of an earlier call with the same arguments, whose answer is wanted.
-        """
-        body = generate_body(
-            prompt, sampling=sampling, min_version=min_version, exact_version=exact_version, session=session, stream=False
-        )
-        return read_answer(await self.post("/generate", body, wait_seconds=wait_seconds, key=key))
-
-    async def stream(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        sampling: Mapping[str, Any] | None = None,
-        min_version: int | None = None,
-        exact_version: int | None = None,
-        wait_seconds: float = 0.0,
-        session: str | None = None,
-        key: str | None = None,
-    ) -> AsyncIterator[Piece]:
-        """One sample as it comes, each token once, also over gateways and replicas that die. Errors as `generate`'s."""
-        body = generate_body(
-            prompt, sampling=sampling, min_version=min_version, exact_version=exact_version, session=session, stream=True
-        )
-        sent, patience, following = headers(self._token, key or new_key(), wait_seconds), self._patience(), Following()
-        while not following.done:
-            retry_after: str | None = None
-            fault: TowlineError
-            try:
-                async with self._http.stream("POST", "/generate", content=body, headers=sent) as response:
-                    if response.status_code == 200:
-                        async for line in response.aiter_lines():
-                            if (piece := following.read(line)) is not None:
-                                patience = self._patience()
-                                yield piece
-                        fault = UnavailableError("the gateway's stream ended early", code="gateway_stream")
-                    else:
-                        told = _json(await response.aread())
-                        fault, retry_after = refusal(response.status_code, told), response.headers.get("retry-after")
-                        if not passes(response.status_code, told):
-                            raise fault
-            except httpx.TransportError as error:
-                fault = _lost(error)
-            except UnavailableError as error:
-                fault = error
-            if not following.done:
-                if (delay := patience.pause(retry_after)) is None:
-                    raise fault
-                await asyncio.sleep(delay)
-                following.again()
-
-    async def post(self, path: str, body: bytes, *, wait_seconds: float = 0.0, key: str | None = None) -> Any:
-        """Any route of the gateway, by its JSON body; repeated as the others are."""
-        sent, patience = headers(self._token, key or new_key(), wait_seconds), self._patience()
+    async def _run(self, steps: Call[T]) -> T:
+        told: Told = None
         while True:
-            retry_after = None
             try:
-                response = await self._http.post(path, content=body, headers=sent)
-            except httpx.TransportError as error:
-                fault: TowlineError = _lost(error)
+                step = steps.send(told)
+            except StopIteration as end:
+                found: T = end.value
+                return found
+            told = None
+            if isinstance(step, Wait):
+                await asyncio.sleep(step.seconds)
             else:
-                if (told := _judged(response)) is not None:
-                    return told[0]
-                fault, retry_after = refusal(response.status_code, _json(response.content)), response.headers.get("retry-after")
-            if (delay := patience.pause(retry_after)) is None:
-                raise fault
-            await asyncio.sleep(delay)
+                told = await self._asked(step.what)
 
-    async def server_info(self) -> dict[str, Any]:
-        """Versions and replicas, as they are now; `UnavailableError` at once where it can't be had."""
+    async def _asked(self, ask: Ask) -> Told:
         try:
-            return _info(await self._http.get("/server_info", headers=headers(self._token, "-", 0)))
+            return _reply(await self._http.request(ask.method, ask.path, content=ask.body, headers=dict(ask.headers)))
         except httpx.TransportError as error:
-            raise _lost(error) from error
+            return _lost(error)
 
-    def _patience(self) -> Patience:
-        return Patience(self._patience_seconds, time.monotonic)
+    async def _follow(self, flow: Flow[Ask, Piece, Told]) -> AsyncIterator[Piece]:
+        told: Told = None
+        response: httpx.Response | None = None
+        lines: AsyncIterator[str] | None = None
+        try:
+            while True:
+                try:
+                    step = flow.send(told)
+                except StopIteration:
+                    return
+                told = None
+                match step:
+                    case Show(piece):
+                        yield piece
+                    case Wait(seconds):
+                        await asyncio.sleep(seconds)
+                    case Send(ask):
+                        if response is not None:
+                            await response.aclose()
+                        try:
+                            response = await self._http.send(_request(self._http, ask), stream=True)
+                            if response.status_code != 200:
+                                await response.aread()
+                                told = _reply(response)
+                            else:
+                                lines = response.aiter_lines()
+                                told = await anext(lines, None)
+                        except httpx.TransportError as error:
+                            told = _lost(error)
+                    case Next():
+                        assert lines is not None
+                        try:
+                            told = await anext(lines, None)
+                        except httpx.TransportError as error:
+                            told = _lost(error)
+                    case _:
+                        assert_never(step)
+        finally:
+            if response is not None:
+                await response.aclose()
 
 
 class Gateway:
     """The same for callers without an event loop. Thread-safe."""
 
     def __init__(
-        self, url: str, *, token: str = "", patience_seconds: float = PATIENCE_SECONDS, silence_seconds: float = SILENCE_SECONDS
+        self,
+        url: str,
+        *,
+        token: str = "",
+        model: str = "",
+        patience_seconds: float = PATIENCE_SECONDS,
+        silence_seconds: float = SILENCE_SECONDS,
+        verify: Any = True,
     ) -> None:
-        self._token, self._patience_seconds = token, patience_seconds
-        self._http = httpx.Client(base_url=url, timeout=_timeouts(silence_seconds), limits=_LIMITS)
+        self._operations = Operations(token, patience_seconds, model)
+        self._http = httpx.Client(base_url=url, timeout=_timeouts(silence_seconds), limits=_LIMITS, verify=verify)
 
-    def __enter__(self) -> Gateway:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -163,123 +191,98 @@ class Gateway:
     def close(self) -> None:
         self._http.close()
 
-    def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        sampling: Mapping[str, Any] | None = None,
-        min_version: int | None = None,
-        exact_version: int | None = None,
-        wait_seconds: float = 0.0,
-        session: str | None = None,
-        key: str | None = None,
-    ) -> list[Generated]:
-        """See `AsyncGateway.generate`."""
-        body = generate_body(
-            prompt, sampling=sampling, min_version=min_version, exact_version=exact_version, session=session, stream=False
-        )
-        return read_answer(self.post("/generate", body, wait_seconds=wait_seconds, key=key))
+    generate = _blocking(Operations.generate)
+    stream = _pieces(Operations.stream)
+    chat = _blocking(Operations.chat)
+    open_session = _blocking(Operations.open_session)
+    claim = _blocking(Operations.claim)
+    turn = _blocking(Operations.turn)
+    rollback = _blocking(Operations.rollback)
+    finish = _blocking(Operations.finish)
+    view_session = _blocking(Operations.view_session)
+    delete_session = _blocking(Operations.delete_session)
+    versions = _blocking(Operations.versions)
+    wait_for_version = _blocking(Operations.wait_for_version)
+    server_info = _blocking(Operations.server_info)
+    post = _blocking(Operations.post)
 
-    def stream(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        sampling: Mapping[str, Any] | None = None,
-        min_version: int | None = None,
-        exact_version: int | None = None,
-        wait_seconds: float = 0.0,
-        session: str | None = None,
-        key: str | None = None,
-    ) -> Iterator[Piece]:
-        """See `AsyncGateway.stream`."""
-        body = generate_body(
-            prompt, sampling=sampling, min_version=min_version, exact_version=exact_version, session=session, stream=True
-        )
-        sent, patience, following = headers(self._token, key or new_key(), wait_seconds), self._patience(), Following()
-        while not following.done:
-            retry_after: str | None = None
-            fault: TowlineError
-            try:
-                with self._http.stream("POST", "/generate", content=body, headers=sent) as response:
-                    if response.status_code == 200:
-                        for line in response.iter_lines():
-                            if (piece := following.read(line)) is not None:
-                                patience = self._patience()
-                                yield piece
-                        fault = UnavailableError("the gateway's stream ended early", code="gateway_stream")
-                    else:
-                        told = _json(response.read())
-                        fault, retry_after = refusal(response.status_code, told), response.headers.get("retry-after")
-                        if not passes(response.status_code, told):
-                            raise fault
-            except httpx.TransportError as error:
-                fault = _lost(error)
-            except UnavailableError as error:
-                fault = error
-            if not following.done:
-                if (delay := patience.pause(retry_after)) is None:
-                    raise fault
-                time.sleep(delay)
-                following.again()
-
-    def post(self, path: str, body: bytes, *, wait_seconds: float = 0.0, key: str | None = None) -> Any:
-        """See `AsyncGateway.post`."""
-        sent, patience = headers(self._token, key or new_key(), wait_seconds), self._patience()
+    def _run(self, steps: Call[T]) -> T:
+        told: Told = None
         while True:
-            retry_after = None
             try:
-                response = self._http.post(path, content=body, headers=sent)
-            except httpx.TransportError as error:
-                fault: TowlineError = _lost(error)
+                step = steps.send(told)
+            except StopIteration as end:
+                found: T = end.value
+                return found
+            told = None
+            if isinstance(step, Wait):
+                time.sleep(step.seconds)
             else:
-                if (told := _judged(response)) is not None:
-                    return told[0]
-                fault, retry_after = refusal(response.status_code, _json(response.content)), response.headers.get("retry-after")
-            if (delay := patience.pause(retry_after)) is None:
-                raise fault
-            time.sleep(delay)
+                told = self._asked(step.what)
 
-    def server_info(self) -> dict[str, Any]:
-        """See `AsyncGateway.server_info`."""
+    def _asked(self, ask: Ask) -> Told:
         try:
-            return _info(self._http.get("/server_info", headers=headers(self._token, "-", 0)))
+            return _reply(self._http.request(ask.method, ask.path, content=ask.body, headers=dict(ask.headers)))
         except httpx.TransportError as error:
-            raise _lost(error) from error
+            return _lost(error)
 
-    def _patience(self) -> Patience:
-        return Patience(self._patience_seconds, time.monotonic)
+    def _follow(self, flow: Flow[Ask, Piece, Told]) -> Iterator[Piece]:
+        told: Told = None
+        response: httpx.Response | None = None
+        lines: Iterator[str] | None = None
+        try:
+            while True:
+                try:
+                    step = flow.send(told)
+                except StopIteration:
+                    return
+                told = None
+                match step:
+                    case Show(piece):
+                        yield piece
+                    case Wait(seconds):
+                        time.sleep(seconds)
+                    case Send(ask):
+                        if response is not None:
+                            response.close()
+                        try:
+                            response = self._http.send(_request(self._http, ask), stream=True)
+                            if response.status_code != 200:
+                                response.read()
+                                told = _reply(response)
+                            else:
+                                lines = response.iter_lines()
+                                told = next(lines, None)
+                        except httpx.TransportError as error:
+                            told = _lost(error)
+                    case Next():
+                        assert lines is not None
+                        try:
+                            told = next(lines, None)
+                        except httpx.TransportError as error:
+                            told = _lost(error)
+                    case _:
+                        assert_never(step)
+        finally:
+            if response is not None:
+                response.close()
 
 
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+_UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
 def _timeouts(silence_seconds: float) -> httpx.Timeout:
     return httpx.Timeout(silence_seconds, connect=CONNECT_SECONDS)
 
 
-def _judged(response: httpx.Response) -> tuple[Any] | None:
-    """The answer, in a tuple; None where a repeat may help. Raises what no repeat would change."""
-    told = _json(response.content)
-    if response.is_success:
-        return (told,)
-    if not passes(response.status_code, told):
-        raise refusal(response.status_code, told)
-    return None
+def _request(http: httpx.Client | httpx.AsyncClient, ask: Ask) -> httpx.Request:
+    return http.build_request(ask.method, ask.path, content=ask.body, headers=dict(ask.headers))
 
 
-def _info(response: httpx.Response) -> dict[str, Any]:
-    told = _json(response.content)
-    if not response.is_success or not isinstance(told, dict):
-        raise refusal(response.status_code, told)
-    return told
+def _reply(response: httpx.Response) -> Reply:
+    return Reply(response.status_code, response.headers.get("retry-after"), response.content)
 
 
-def _json(data: bytes) -> Any:
-    with contextlib.suppress(ValueError):
-        return json.loads(data)
-    return None
-
-
-def _lost(error: httpx.TransportError) -> UnavailableError:
-    reason = str(error) or type(error).__name__
-    return UnavailableError(f"the connection to the gateway was lost: {reason}", code="gateway_unreachable")
+def _lost(error: httpx.TransportError) -> Lost:
+    return Lost(lost(str(error) or type(error).__name__), sent=not isinstance(error, _UNSENT))

@@ -58,12 +58,40 @@ class Piece:
     finish: str | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """One answer of a chat. `message` goes back into the conversation as it is."""
+
+    message: dict[str, Any]
+    finish: str
+    """stop, length, tool_calls or superseded."""
+    version_start: int | None
+    version_end: int | None
+    session: dict[str, Any] | None
+    """Of a session's turn: id, node, turns, mismatches."""
+    answer: dict[str, Any]
+    """All of it, as OpenAI writes it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versions:
+    """`latest` and its `depth`: the run's; `applied`: the newest that is served; `serving`: version -> replicas."""
+
+    run: str
+    latest: int | None
+    depth: int | None
+    applied: int | None
+    serving: dict[int, int]
+
+
 def new_key() -> str:
     return secrets.token_hex(16)
 
 
 def headers(token: str, key: str, wait_seconds: float) -> dict[str, str]:
-    found = {"Idempotency-Key": key, "Content-Type": "application/json"}
+    found = {"Content-Type": "application/json"}
+    if key:
+        found["Idempotency-Key"] = key
     if wait_seconds:
         found["Prefer"] = f"wait={int(wait_seconds)}"
     if token:
@@ -83,9 +111,7 @@ def generate_body(
     """/generate's; equal calls give equal bytes, which the key needs."""
     body: dict[str, Any] = {"text": prompt} if isinstance(prompt, str) else {"input_ids": [int(token) for token in prompt]}
     body |= {"sampling_params": dict(sampling or {}), "return_logprob": True}
-    bound = {"min_version": min_version, "exact_version": exact_version}
-    if any(version is not None for version in bound.values()):
-        body["weight_version"] = {name: version for name, version in bound.items() if version is not None}
+    body |= bound(min_version, exact_version)
     if session is not None:
         body["session"] = session
     if stream:
@@ -93,6 +119,29 @@ def generate_body(
             raise UsageError("a stream has one sample: leave sampling['n'] out, and start several", code="stream_samples")
         body |= {"stream": True, "incremental_streaming_output": True}
     return json.dumps(body).encode()
+
+
+def bound(min_version: int | None, exact_version: int | None) -> dict[str, Any]:
+    """The field that says which policy may serve; none where none is asked for."""
+    given = {"min_version": min_version, "exact_version": exact_version}
+    found = {name: version for name, version in given.items() if version is not None}
+    return {"weight_version": found} if found else {}
+
+
+def read_said(answer: Any) -> Said:
+    (choice,) = answer["choices"]
+    return Said(
+        message={key: value for key, value in choice["message"].items() if value is not None or key == "content"},
+        finish=choice["finish_reason"], version_start=answer["weight_version_start"],
+        version_end=answer["weight_version_end"], session=answer.get("session"), answer=answer,
+    )  # fmt: skip
+
+
+def read_versions(info: Mapping[str, Any]) -> Versions:
+    return Versions(
+        run=info["run"], latest=info["latest_version"], depth=info["depth"], applied=info["applied"],
+        serving={int(version): replicas for version, replicas in info["versions"].items()},
+    )  # fmt: skip
 
 
 def read_sample(answer: Mapping[str, Any]) -> Generated:
@@ -165,8 +214,8 @@ def refusal(status: int, body: Any) -> TowlineError:
         return VersionNotReadyError(message, said.get("target_version"), said.get("applied"))
     if status in REPEATED:
         return UnavailableError(message, code=kind or "gateway_unavailable")
-    if kind == "IdempotencyKeyInUse":
-        return ConflictError(message, code="idempotency_key_in_use")
+    if status == 409:
+        return ConflictError(message, code="idempotency_key_in_use" if kind == "IdempotencyKeyInUse" else kind or "conflict")
     return UsageError(message, code=kind or f"http_{status}")
 
 

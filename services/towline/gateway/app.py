@@ -18,7 +18,7 @@ from starlette.routing import Route
 from towline import spans
 from towline.config import Settings
 from towline.gateway import answers
-from towline.gateway.answers import ApiError
+from towline.gateway.answers import ApiError, invalid
 from towline.gateway.bodies import ChatBody, CompletionBody, GenerateBody, parse
 from towline.gateway.desk import Desk, read_body
 from towline.gateway.fleet import Fleet
@@ -27,6 +27,7 @@ from towline.gateway.jobs import Choice, Job
 from towline.gateway.metering import Metering
 from towline.gateway.openapi import document
 from towline.gateway.plans import Planner, bound_model
+from towline.gateway.routing import Constraint
 from towline.gateway.sessions import Sessions
 from towline.gateway.streaming import HEADERS, Format, server_sent
 from towline.gateway.tenants import Tenants
@@ -220,7 +221,9 @@ class Api:
 
     async def _server_info(self, request: Request, tenant: str) -> Response:
         lineage, settings = self._fleet.lineage, self._settings
-        known = lineage.versions()
+        known, asked = lineage.versions(), request.query_params.get("version", "")
+        if asked and not (asked.isascii() and asked.isdigit() and len(asked) <= 18):
+            raise invalid(f"version: {asked[:30]!r} isn't a version's number")
         return JSONResponse(
             {
                 "model_path": self._run, "run": self._run, "engine": settings.rollout.engine,
@@ -235,6 +238,8 @@ class Api:
                     for one in self._fleet.candidates()
                 ],
                 "running": self.metering.running,
+                # Whether a request with min_version = `version` would find a replica.
+                **({"met": self._fleet.met(Constraint(min_version=int(asked)))} if asked else {}),
             }
         )  # fmt: skip
 

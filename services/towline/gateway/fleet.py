@@ -92,6 +92,10 @@ class Fleet:
                 found[one.version] = found.get(one.version, 0) + 1
         return dict(sorted(found.items()))
 
+    def met(self, constraint: Constraint) -> bool:
+        """Whether a version is served that the constraint accepts."""
+        return any(constraint.met_by(self.lineage, version) for version in self.versions())
+
     def applied(self) -> int | None:
         """The newest version, by depth on the line, that is served."""
         served = [version for version in self.versions() if version in set(self.lineage.versions())]
