@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 
 import msgspec
 import structlog
@@ -46,6 +46,8 @@ class Bus:
         self.jetstream = JetStream(connection, topology, settings, patience)
         self.publisher = Publisher(self.jetstream, blobs, settings.max_in_flight_bytes)
         self._buckets: dict[str, Bucket] = {}
+        self.on_dead: Callable[[str], None] = lambda stage: None
+        """Called with the stage of each dead letter that is written."""
 
     @classmethod
     async def connect(
@@ -118,6 +120,7 @@ class Bus:
             "Towline-Context": msgspec.json.encode(context, enc_hook=str).decode()[:_HEADER_LIMIT_CHARACTERS],
         }
         await self.publish(self.topology.dead(stage), data, headers=headers)
+        self.on_dead(stage)
 
     # Reading
 

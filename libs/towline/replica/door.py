@@ -89,11 +89,12 @@ class Door:
         """Slots that tasks must leave alone."""
         return max(self._running, min(self._settings.reserved_slots, self._engine.slots - 1))
 
-    def report(self) -> dict[str, int]:
+    def report(self) -> dict[str, int | dict[str, int]]:
         """Numbers for the status: what there is now, and totals since the start."""
         return {
             "running": self._running, "waiting": self.waiting, "served": self.served, "tokens": self.tokens,
             "superseded": self.superseded, "handed_over": self.handed_over, "refused": sum(self.refused.values()),
+            "refusals": dict(self.refused),
         }  # fmt: skip
 
     async def run(self) -> None:
@@ -180,10 +181,7 @@ class Door:
         with spans.follow("door", message.headers, "server") as span:
             await self._attend(guest, request, prompt)
             if span:
-                span.set(
-                    replica=self._replica.name, request=request.id, position=request.position0, tokens=guest.sent,
-                    began=guest.begun, ended_early=guest.why,
-                )  # fmt: skip
+                span.set(replica=self._replica.name, request=request.id, tokens=guest.sent, ended_early=guest.why)
 
     async def _attend(self, guest: Guest, request: ServeRequest, prompt: list[int]) -> None:
         entered = False

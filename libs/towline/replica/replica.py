@@ -26,7 +26,7 @@ from towline.engine.base import Activation, Engine
 from towline.errors import EngineError
 from towline.replica.canary import CanaryWatch
 from towline.replica.control import ControlFeed
-from towline.replica.following import Following
+from towline.replica.following import Following, lag
 from towline.replica.host import Copy
 from towline.replica.making import Taken
 from towline.replica.prepare import Preparer, VersionFailedError
@@ -87,6 +87,8 @@ class Replica:
         )  # fmt: skip
         self.on_version: Callable[[], None] = lambda: None
         self.on_news: Callable[[], None] = lambda: None
+        self.on_served: Callable[[Served, Activation, float, Mode], None] = lambda served, activation, prepare_seconds, mode: None
+        """Called for each version that is acknowledged, with how it got into the engine and the seconds of preparing it."""
         self._log, self._engine, self._feed, self._mode = log, engine, feed, rollout.activation
         self._following = Following(bus, log, poll_seconds=rollout.poll_seconds, on_entries=self._on_entries)
         self._preparer = Preparer(
@@ -131,6 +133,9 @@ class Replica:
             self._preparer.close()
             if self._good is not None:
                 self._good.release()
+
+    def lag(self) -> dict[str, float | None]:
+        return lag(self._log, self.version)
 
     def drain(self) -> None:
         """Say that the replica takes nothing more."""
@@ -336,7 +341,9 @@ class Replica:
         self.on_version()
         faults.point("replica.proved")
         published = self._log.entry(copy.version).at
-        self._history.append(Served(version=copy.version, depth=self.lineage.depth(copy.version), published_at=published, at=now))
+        served = Served(version=copy.version, depth=self.lineage.depth(copy.version), published_at=published, at=now)
+        self._history.append(served)
+        self.on_served(served, activation, taken.prepare_seconds, mode)
         await self.registry.acknowledge(
             Ack(
                 replica=self.name,

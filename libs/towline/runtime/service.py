@@ -34,6 +34,8 @@ from towline.runtime.health import Health, HealthServer
 from towline.runtime.lease import Lease
 from towline.runtime.logging import configure_logging
 from towline.runtime.metrics import Metrics
+from towline.runtime.metrics_catalogue import CATALOGUE
+from towline.runtime.metrics_common import CommonMetrics, MeteredStore
 from towline.runtime.tracing import Tracing, begin
 from towline.store.blobs import Blobs
 from towline.store.objects import ObjectStore, open_store
@@ -156,6 +158,7 @@ class _Life:
         self._signals = 0
         self._stop = asyncio.Event()
         self._tracing: Tracing | None = None
+        self._common: CommonMetrics | None = None
 
     async def live(self) -> None:
         loop = asyncio.get_running_loop()
@@ -178,7 +181,7 @@ class _Life:
         self._tracing = await asyncio.to_thread(
             begin, settings.telemetry, service=self._cls.name, replica=self._replica, run=settings.run.name
         )
-        objects = open_store(settings.store)
+        objects = MeteredStore(open_store(settings.store))
         await asyncio.to_thread(objects.check)
         run = settings.run.name
         bus = await Bus.connect(
@@ -192,7 +195,12 @@ class _Life:
         return bus, objects
 
     async def _serve(self, service: Service) -> None:
-        service.metrics.show_figures(service.figures)
+        service.metrics.show_figures(service.figures, CATALOGUE.get(service.name, ()))
+        self._common = CommonMetrics(
+            service.metrics, health=service.health, bus=service.bus, replica=service.replica, run=self._settings.run.name
+        )
+        if isinstance(service.objects, MeteredStore):
+            service.objects.show(service.metrics)
         if self._tracing is not None:
             self._tracing.show(service.metrics)
         server = HealthServer(self._settings.service, service.health, service.metrics)
@@ -224,6 +232,8 @@ class _Life:
             await _cancelled(acquiring)
             yield None
             return
+        if self._common is not None:
+            self._common.lease_acquired()
         try:
             yield lease
         finally:

@@ -45,6 +45,7 @@ def figures(state: State, lineage: Lineage, steps: int) -> dict[str, Any]:
         "turned_away": dict(sorted(state.turned_away.items())),
         "offered_groups": len(state.offers),
         "staleness": staleness(state),
+        "staleness_counts": {str(depths): samples for depths, samples in sorted(staleness_counts(state).items())},
         "over_stale": over_stale(state),
         "requeue": len(state.requeue),
         "requeued_on_request": len(state.requeued),
@@ -59,9 +60,7 @@ def figures(state: State, lineage: Lineage, steps: int) -> dict[str, Any]:
 
 def staleness(state: State) -> Mapping[str, float]:
     """Over the standing batches' samples within the bound, in depths: mean, 99th percentile (nearest rank) and greatest."""
-    counts: Counter[int] = Counter()
-    for batch in state.batches.values():
-        counts.update(batch.staleness)
+    counts = staleness_counts(state)
     total = sum(counts.values())
     if not total:
         return {"mean": 0.0, "p99": 0, "max": 0}
@@ -72,6 +71,14 @@ def staleness(state: State) -> Mapping[str, float]:
             p99 = age
             break
     return {"mean": sum(age * n for age, n in counts.items()) / total, "p99": p99, "max": max(counts)}
+
+
+def staleness_counts(state: State) -> Counter[int]:
+    """Staleness in depths -> how many samples of the standing batches have it."""
+    counts: Counter[int] = Counter()
+    for batch in state.batches.values():
+        counts.update(batch.staleness)
+    return counts
 
 
 def over_stale(state: State) -> Mapping[str, int]:

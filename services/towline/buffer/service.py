@@ -7,8 +7,9 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from towline.buffer.figures import HANGING, figures
+from towline.buffer.figures import HANGING, figures, staleness_counts
 from towline.buffer.leader import Leader
+from towline.buffer.queues import Queues
 from towline.bus.client import Bus
 from towline.config import Settings
 from towline.errors import InvariantError, UnavailableError
@@ -16,6 +17,7 @@ from towline.runtime.service import Service
 from towline.store.objects import ObjectStore
 
 RETRY_SECONDS = 1.0
+STALENESS_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
 LAST_WORDS_SECONDS = 3.0
 """A run that a broken promise stops says so for this long: its status is published every second."""
 
@@ -30,8 +32,21 @@ class BufferService(Service):
         super().__init__(settings, bus=bus, objects=objects, replica=replica)
         self._leader = Leader(settings, bus, objects, self._tell)
         self._named_state = ""
+        self._queues = Queues(bus, self.metrics)
+        self.metrics.show_histogram(
+            "trained_sample_staleness_depths", "Staleness of the standing batches' samples, in depths",
+            lambda: staleness_counts(self._leader.state), STALENESS_BUCKETS,
+        )  # fmt: skip
 
     async def run(self) -> None:
+        looking = asyncio.create_task(self._queues.run(), name="queues")
+        try:
+            await self._lead()
+        finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+
+    async def _lead(self) -> None:
         while not self.draining.is_set():
             try:
                 await self._leader.lead(self.draining)

@@ -13,10 +13,10 @@ class Metering:
     """By route; `running` requests that are at work now."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._seconds = metrics.histogram("request_seconds", "from the request to its end", ["route"])
-        self._first = metrics.histogram("first_token_seconds", "from the request to its first tokens", ["route"])
-        self._answers = metrics.counter("answers_total", "answers by route and status", ["route", "status"])
-        self._tokens = metrics.counter("tokens_total", "tokens that were sent", ["route"])
+        self._seconds = metrics.histogram("e2e_request_latency_seconds", "From the request to its end", ["route"])
+        self._first = metrics.histogram("time_to_first_token_seconds", "From a streamed request to its first tokens", ["route"])
+        self._answers = metrics.counter("requests", "Answers by route and status, refusals among them", ["route", "status"])
+        self._tokens = metrics.counter("generation_tokens", "Tokens that were sent", ["route"])
         self.running = 0
 
     @contextlib.contextmanager

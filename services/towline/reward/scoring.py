@@ -7,7 +7,9 @@ already stays, whoever made it. docs/design/001-protocol.md, section 6, has the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -66,6 +68,8 @@ class Scorer:
         take_given: bool = False,
     ) -> None:
         self.counts = Counts()
+        self.on_verified: Callable[[float], None] = lambda seconds: None
+        """Called with the seconds of each call of the verifier, also where it failed."""
         self._bus = bus
         self._settings = settings
         self._verifier = verifier
@@ -80,6 +84,14 @@ class Scorer:
     def stuck(self) -> int:
         """Verifier calls that ran over their time and still go on."""
         return self._runner.stuck
+
+    @contextlib.contextmanager
+    def _verifying(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.on_verified(time.perf_counter() - began)
 
     def close(self) -> None:
         self._runner.close()
@@ -195,7 +207,7 @@ class Scorer:
         if len(found) == len(members):
             return found
         samples = [sample_of(member.trajectory, self._tokenizer) for member in members]
-        with spans.child("verify"):
+        with spans.child("verify"), self._verifying():
             if self._groups is None:
                 judged = [check_reward(await self._runner.run(samples[0]), self._verifier.name)]
             else:

@@ -41,6 +41,9 @@ class RewardService(Service):
             bus, settings.reward, verifier, tokenizer, f"{self.name}.{replica}",
             take_given=settings.gateway.sessions.client_rewards,
         )  # fmt: skip
+        self._scorer.on_verified = self.metrics.histogram(
+            "verifier_duration_seconds", "Calls of the verifier: a sample's, or a group's where it compares"
+        ).observe
         self._at_work: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()
 

@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 
 from towline.bus.client import Bus
 from towline.config import Settings
+from towline.contract.policy import Served
 from towline.delta.codec import warm_up
+from towline.engine.base import Activation
 from towline.engine.choice import make_engine
 from towline.rollout_worker.worker import Worker
 from towline.runtime.service import Service
@@ -39,6 +41,17 @@ class RolloutWorkerService(Service):
             engine=make_engine(settings.rollout, replica),
             folder=folder,
         )
+        make = self.metrics.histogram
+        self._pause = make("activation_pause_seconds", "No token was generated for so long at an activation", ["mode"])
+        self._prepare = make("version_prepare_seconds", "From wanting a version to having it verified on the host")
+        self._convergence = make("version_convergence_seconds", "From a version's LOG entry to serving it here")
+        self._worker.replica.on_served = self._count
+
+    def _count(self, served: Served, activation: Activation, prepare_seconds: float, mode: str) -> None:
+        self._pause.labels(mode).observe(activation.pause_seconds)
+        self._prepare.observe(prepare_seconds)
+        if mode != "initial":  # a replica that joins finds versions of any age
+            self._convergence.observe(max(served.at - served.published_at, 0.0))
 
     def figures(self) -> Mapping[str, Any]:
         return self._worker.report()

@@ -130,6 +130,7 @@ class Worker:
             "busy": self.busy,
             "slots": self._engine.slots,
             "limit": pace.limit,
+            **replica.lag(),
             "queue_seconds_mean": pace.queue_seconds_mean,
             "tokens_per_second": pace.tokens_per_second,
             "trajectories": self.figures.trajectories,

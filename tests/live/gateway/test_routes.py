@@ -200,4 +200,4 @@ async def test_it_tells_of_itself(scene: Scene) -> None:
     info = (await client.get("/server_info")).json()
     assert (info["latest_version"], info["applied"], info["versions"]) == (0, 0, {"0": 1})
     await client.post("/generate", json=body())
-    assert b'towline_gateway_answers_total{route="/generate",status="200"} 1.0' in (await client.get("/metrics")).content
+    assert b'towline_gateway_requests_total{route="/generate",status="200"} 1.0' in (await client.get("/metrics")).content
