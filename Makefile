@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 EXTRAS := torch,megatron,gateway,local,fast,checksums,plots,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gateway test-large test-ranks soak lint proto clean bench-weights staleness-study bench-activation sglang-venv demo-sglang test-sglang test-megatron
+.PHONY: help setup demo test test-gateway test-large test-ranks soak lint proto clean bench-weights staleness-study bench-activation sglang-venv demo-sglang test-sglang test-megatron compose-test
 
 help:
 	@echo "make setup   the virtual environment (the other targets call it; nothing to do: under a second)"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-sglang   the tests on real SGLang servers (minutes)"
 	@echo "make test-ranks   DDP and FSDP2 over two ranks with every option (a minute or two)"
 	@echo "make test-megatron   Megatron-Core over two and four ranks, on this machine's CPUs (minutes)"
+	@echo "make compose-test   compose/ for real: built, up, a worker killed, scaled, audited, down (ten minutes; docker compose, or as root Debian's docker.io, docker-compose, debootstrap)"
 	@echo "make clean   remove caches and runs/; .venv stays"
 
 setup: $(STAMP)
@@ -111,6 +112,9 @@ test-sglang: setup sglang-venv
 
 test-megatron: setup
 	@$(BIN)/pytest --quiet -m megatron tests/megatron
+
+compose-test: setup
+	@$(BIN)/pytest --quiet -s -m slow tests/compose
 
 clean:
 	@rm -rf runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -4,7 +4,8 @@
 # keys for all roles (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a new one), for stores without policies or with their own.
 set -eu
 umask 077
-all=/access/all
+root=${ROOT:-} # of the volumes' mount points; a test has its own
+all=$root/access/all
 
 secret() { # FILE BYTES: a new secret, unless there is one
     [ -s "$1" ] || python -c "import secrets; print(secrets.token_hex($2))" > "$1"
@@ -33,7 +34,7 @@ secret "$all/tenant.token" 24
 secret "$all/grafana.password" 12
 
 give() { # FOLDER FILE…
-    folder=/access/$1
+    folder=$root/access/$1
     shift
     for file; do install -m 0400 "$all/$file" "$folder/"; done
 }
@@ -54,3 +55,6 @@ case $STORE_FLAVOUR in
         ;;
 esac
 give observe service.token grafana.password
+
+# The servers' volumes belong to this user, as long as they aren't empty: an empty one takes the owner of what it's mounted over.
+for folder in nats store prometheus grafana; do touch "$root/data/$folder/.towline"; done
