@@ -39,7 +39,7 @@ give() { # FOLDER FILE…
     for file; do install -m 0400 "$all/$file" "$folder/"; done
 }
 
-for role in init buffer rollout-worker reward trainer publisher gateway; do
+for role in init buffer rollout-worker reward trainer publisher gateway gc; do
     give "$role" "$role.nk" "$role.s3-access" "$role.s3-secret" service.token
 done
 give gateway tenant.token
