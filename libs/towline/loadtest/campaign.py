@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from towline.errors import UsageError
 from towline.loadtest.drive import Drive
 from towline.loadtest.result import Result
 from towline.loadtest.scenario import Scenario
+from towline.loadtest.transport import Transport
 
 Say = Callable[[str], None]
 
@@ -61,7 +63,14 @@ def _sweep(scenario: Scenario) -> list[Scenario]:
 
 
 async def _run(scenario: Scenario, folder: Path, say: Say, keep: bool) -> Result:
-    return await Drive(scenario, folder, run_name(scenario.settings.run.name), say, keep=keep).run()
+    name = run_name(scenario.settings.run.name)
+    if scenario.load.kind == "run":
+        return await Drive(scenario, folder, name, say, keep=keep).run()
+    try:
+        return await Transport(scenario, folder, name, say).run()
+    finally:
+        if not keep:
+            await asyncio.to_thread(shutil.rmtree, folder / name, ignore_errors=True)
 
 
 def run_name(base: str) -> str:

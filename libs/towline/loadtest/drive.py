@@ -15,6 +15,9 @@ from pathlib import Path
 
 import psutil
 
+from towline.access.identity import as_role
+from towline.access.init import prepare_bus
+from towline.access.roles import TRAINER
 from towline.audit.run import audit
 from towline.bus.client import Bus
 from towline.config import Settings
@@ -63,8 +66,14 @@ class Drive:
                 name = settings.run.name
                 bus = await Bus.connect(settings.bus, run=name, client_name=f"loadtest-{name}", blobs=Blobs(objects, name))
                 try:
-                    await bus.ensure()
-                    await asyncio.to_thread(seed_policy, objects, name, scenario.load.trainer.model_bytes, settings.run.seed)
+                    await prepare_bus(settings)
+                    await asyncio.to_thread(
+                        seed_policy,
+                        open_store(as_role(settings, TRAINER).store),
+                        name,
+                        scenario.load.trainer.model_bytes,
+                        settings.run.seed,
+                    )
                     write_plan(settings, scenario.load)
                     directory.save(settings, scenario.path)
                     watcher = Watcher(bus)

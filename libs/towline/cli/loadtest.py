@@ -1,0 +1,68 @@
+"""`towline loadtest SCENARIO` and `towline loadtest compare A B`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from towline.errors import TowlineError, UsageError
+
+
+def loadtest(
+    what: Annotated[list[str], typer.Argument(metavar="SCENARIO | compare A B", help="A scenario's TOML file; or two results.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Folder for results and report; a new one in runs/.")
+    ] = None,
+    repeat: Annotated[int | None, typer.Option(min=1, help="Instead of load.repetitions.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the runs' streams and objects.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Load the real services with synthetic engines, and say what they hold; a threshold that isn't kept is exit status 1.
+
+    Writes one JSON file a run and report.html. `compare A B` (results, or folders of them) says what changed beyond noise.
+    """
+    if what[0] == "compare":
+        _compare(what[1:], as_json)
+        return
+    if len(what) != 1:
+        raise UsageError("give one scenario: towline loadtest loadtests/throughput.toml", code="scenario")
+    from towline.cli.runs import _overrides
+    from towline.loadtest.campaign import conduct
+    from towline.loadtest.report import write_report
+    from towline.loadtest.scenario import load_scenario
+
+    scenario = load_scenario(Path(what[0]), _overrides(settings or []))
+    folder = output or Path(scenario.settings.run.directory) / f"loadtest-{scenario.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    campaign = asyncio.run(conduct(scenario, folder, say, repetitions=repeat, keep=keep))
+    report = write_report(campaign.results, folder)
+    if as_json:
+        print(json.dumps({"folder": str(folder), "failed": campaign.failed, "metrics": [r.metrics for r in campaign.results]}))
+    else:
+        from towline.loadtest.text import summary
+
+        print("\n".join(summary(campaign.results)))
+        print(report or folder)
+    if campaign.failed:
+        raise TowlineError(f"{len(campaign.failed)} not kept: {'; '.join(campaign.failed)}", code="loadtest_failed")
+
+
+def _compare(paths: list[str], as_json: bool) -> None:
+    if len(paths) != 2:
+        raise UsageError("give two results, or folders of them: towline loadtest compare A B", code="compare")
+    from towline.loadtest.compare import compare
+    from towline.loadtest.result import read_results
+
+    before, after = (read_results(Path(path)) for path in paths)
+    found = compare(before, after)
+    print(json.dumps(found.plain()) if as_json else "\n".join(found.lines()))

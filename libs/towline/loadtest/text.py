@@ -1,0 +1,55 @@
+"""A load test's verdict in a few lines of text: the figures that are asked for first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from towline.loadtest.result import Result
+
+ASKED = (
+    ("samples_per_second", "samples/s", 1.0), ("tokens_per_second", "policy tokens/s", 1.0),
+    ("goodput_tokens_per_second", "trained tokens/s within the bound", 1.0), ("batches_per_second", "batches/s", 1.0),
+    ("hop.task_to_pulled.p99", "task to worker p99, ms", 1e3),
+    ("hop.finished_to_durable.p99", "finished to durable p99, ms", 1e3),
+    ("hop.durable_to_scored.p99", "durable to scored p99, ms", 1e3), ("staleness.mean", "staleness mean, depths", 1.0),
+    ("policy_age_seconds.p50", "policy age p50, s", 1.0), ("dropped_stale_share", "dropped as stale, share", 1.0),
+    ("length_bias", "length bias", 1.0), ("trainer_idle_share", "trainer idle, share", 1.0),
+    ("slots_busy_share", "slots busy, share", 1.0),
+    ("ttft_seconds.p50", "TTFT p50, ms", 1e3), ("itl_seconds.p50", "ITL p50, ms", 1e3),
+    ("weights.publish_to_serving_seconds.p50", "version to a worker p50, ms", 1e3),
+    ("weights.publish_to_all_seconds.p50", "version to all workers p50, ms", 1e3),
+    ("weights.publish_to_first_token_seconds.p50", "version to its first token p50, ms", 1e3),
+    ("errors.failed_attempts", "failed attempts", 1.0), ("redeliveries.tasks", "redelivered tasks", 1.0),
+    ("memory_growth_share", "memory growth, share", 1.0), ("knee_per_second", "knee, messages/s", 1.0),
+    ("burst.latency_seconds.p99", "burst p99, ms", 1e3),
+)  # fmt: skip
+
+
+def value(results: Sequence[Result], name: str) -> float | None:
+    """The median over repetitions."""
+    found = [result.metrics[name] for result in results if name in result.metrics]
+    return float(np.median(found)) if found else None
+
+
+def rows(results: Sequence[Result]) -> list[tuple[str, float]]:
+    """What a reader asks for first, then what a transport test has."""
+    found = [(label, got * scale) for name, label, scale in ASKED if (got := value(results, name)) is not None]
+    for name in sorted(results[0].metrics):
+        if name.endswith((".messages_per_second", ".achieved_per_second")) or ".share_of_" in name:
+            got = value(results, name)
+            assert got is not None
+            found.append((name, got))
+    return found
+
+
+def summary(results: Sequence[Result]) -> list[str]:
+    first = results[0]
+    lines = [f"{first.scenario} at {first.commit}, {first.machine['cpu']}, {first.machine['cores']} cores"]
+    lines += [f"  {label:<46} {number:,.4g}" for label, number in rows(results)]
+    if "audit.violations" in first.metrics:
+        violations = sum(len(result.violations) for result in results)
+        checked = sum(result.metrics["audit.rows_checked"] for result in results)
+        lines.append(f"  {'audit':<46} {'clean' if not violations else f'{violations} violations'}, {checked:,.0f} rows read")
+    return lines
