@@ -133,8 +133,9 @@ class PlantedRun:
 
     async def failed(self, group: int, sample: int) -> None:
         world = self.world
+        task = await world.task(group, sample, group_size=2, environment=ENVIRONMENT)
         failure = Failure(
-            run=world.run, lane="train", group=group, sample=sample, task_sequence=1, delivery=1, stage="verify", final=True,
+            run=world.run, lane="train", group=group, sample=sample, task_sequence=task, delivery=1, stage="verify", final=True,
             reason="no answer sheet", replica="reward-0",
         )  # fmt: skip
         await world.bus.publish(world.bus.topology.failure(group, sample), encode(failure))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
 from towline.bundle.manifest import StreamRecord
@@ -10,6 +11,7 @@ from towline.bundle.source import Source, matcher
 from towline.bus.client import Message
 from towline.bus.topology import CONTROL, DEAD, OUTCOME, TRAJECTORY, StreamSpec, Topology
 from towline.config import Settings
+from towline.contract.outcome import decode_outcome
 from towline.contract.policy import Ack
 from towline.contract.trajectory import decode_trajectory
 from towline.errors import MalformedError, MissingError
@@ -40,6 +42,7 @@ class NarrowSource:
         )
         failures = await source.get_many(OUTCOME, reading.failed.get((group, sample), []))
         outcomes = sorted((one for one in (*scores, *failures) if one is not None), key=lambda one: one.sequence)
+        tasks += _tasks_of(failures)
         places = reading.decisions.concerning(group, None if trajectory is None else trajectory.sequence, tasks)
         control = [one for one in await source.get_many(CONTROL, places) if one is not None]
         letters = [one.sequence for one in reading.letters if one.context.get("subject") == topology.trajectory(group, sample)]
@@ -98,6 +101,16 @@ def _of_trajectory(message: Message | None) -> tuple[list[int], int]:
     except MalformedError:
         return [], 0
     return ([found.task_sequence] if found.task_sequence else []), found.group_size
+
+
+def _tasks_of(failures: Sequence[Message | None]) -> list[int]:
+    """Places in CONTROL of the tasks that failed."""
+    found = []
+    for message in failures:
+        with contextlib.suppress(MalformedError):
+            if message is not None:
+                found.append(decode_outcome(message.data).task_sequence)
+    return found
 
 
 async def _last(source: Source, spec: StreamSpec, wanted: Sequence[str]) -> list[Message | None]:
