@@ -17,6 +17,7 @@ from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
+from towline import spans
 from towline.gateway import answers
 from towline.gateway.answers import ApiError
 from towline.gateway.metering import Metering
@@ -86,8 +87,11 @@ class Guard:
         began = self._clock()
         try:
             tenant = self._tenants.of(metadata(context, "authorization") or "")
-            with self._tenants.admitted(tenant), self.metering.request(route, began):
-                yield tenant, began
+            with spans.request("gateway.request", metadata(context, spans.TRACEPARENT)) as span:
+                if span:
+                    span.set(route=route, tenant=tenant)
+                with self._tenants.admitted(tenant), self.metering.request(route, began):
+                    yield tenant, began
             self.metering.answered(route, "OK")
             return
         except ApiError as error:
