@@ -82,9 +82,9 @@ class OtlpTracing:
         self.tracer = OtlpTracer(self._provider, self._ids, ratio)
 
     def show(self, metrics: Metrics) -> None:
-        ended = metrics.counter("spans_ended_total", "spans that ended in this process")
-        exported = metrics.counter("spans_exported_total", "spans that the collector took")
-        failed = metrics.counter("spans_failed_total", "spans that the collector didn't take in time")
+        ended = metrics.counter("spans_ended_total", "Spans that ended in this process")
+        exported = metrics.counter("spans_exported_total", "Spans that the collector took")
+        failed = metrics.counter("spans_failed_total", "Spans that the collector did not take in time")
         self.tracer.ended = ended.inc
         self._exporter.exported, self._exporter.failed = exported.inc, failed.inc
 
