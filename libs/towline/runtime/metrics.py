@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 
 from towline.runtime.metrics_catalogue import Shown
 
-disable_created_metrics()  # a series beside each counter and histogram, which says what resets say as well
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a series beside each counter and histogram, which says what resets say as well
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
