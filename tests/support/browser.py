@@ -63,6 +63,9 @@ class Browser:
     def open(self, url: str) -> None:
         self.driver.get(url)
 
+    def reload(self) -> None:
+        self.driver.refresh()
+
     def js(self, code: str, *arguments: Any) -> Any:
         return self.driver.execute_script(code, *arguments)
 

@@ -20,7 +20,8 @@ const PAGES = {
 const HIDDEN = { trajectory: { title: "Trajectory", make: trajectoryPage, under: "trajectories" } };
 const KEYS = [
   ["1 … 5", "overview, versions, replicas, trajectories, dead letters"],
-  ["j  k", "next, previous in a list; of the group on a trajectory's page"],
+  ["j  k", "next, previous: in a list, and of the list that a trajectory was opened from"],
+  ["[  ]", "previous, next of a trajectory's group"],
   ["Enter", "open what is selected"],
   ["/", "to the filters; Esc leaves them"],
   ["n  p", "older, newer page of a list"],

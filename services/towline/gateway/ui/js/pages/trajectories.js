@@ -12,8 +12,8 @@ const MEANT = {
 };
 export const statePill = (state) => h("span", { class: `pill ${TONES[state] ?? ""}`, title: MEANT[state] }, state);
 
-// For the keys n and p of a trajectory's page, and the way back: the list as it was left.
-export const lastList = { ids: [], query: "" };
+// For the keys j and k of a trajectory's page, and the way back: the list as it was left.
+export const lastList = { ids: [], query: "", at: null };
 
 export function trajectoriesPage({ ask, go }, { query }) {
   const fields = {};
@@ -68,6 +68,7 @@ export function trajectoriesPage({ ask, go }, { query }) {
     list.set(answer.rows);
     lastList.ids = answer.rows.map((row) => row.id);
     lastList.query = location.hash;
+    if (!frozen && lastList.ids.includes(lastList.at)) list.select(lastList.at);
     frozen = true;
     drawPager(answer.newest);
   }

@@ -10,6 +10,12 @@ export function trajectoryPage({ ask, go, title }, { rest }) {
   let shown = "";
   let tokens = null;
   let neighbours = [];
+  lastList.at = id;
+  const walk = (ids, step) => {
+    const to = ids.includes(id) ? ids[ids.indexOf(id) + step] : undefined;
+    if (to) go(`#/trajectory/${to}`);
+    return true;
+  };
   const back = () => go(lastList.query || "#/trajectories");
 
   function draw(answer) {
@@ -37,14 +43,9 @@ export function trajectoryPage({ ask, go, title }, { rest }) {
       title(answer.id);
     },
     key(event) {
-      const step = { j: 1, k: -1 }[event.key];
       if (event.key === "u") return back(), true;
-      if (step) {
-        const ids = lastList.ids.includes(id) && !neighbours.includes(lastList.ids[lastList.ids.indexOf(id) + step]) ? lastList.ids : neighbours.includes(id) ? neighbours : [];
-        const to = ids[ids.indexOf(id) + step];
-        if (to) go(`#/trajectory/${to}`);
-        return true;
-      }
+      if ("jk".includes(event.key)) return walk(lastList.ids, event.key === "j" ? 1 : -1);
+      if ("[]".includes(event.key)) return walk(neighbours, event.key === "]" ? 1 : -1);
       return tokens?.key(event) ?? false;
     },
   };
@@ -74,7 +75,7 @@ function group(answer) {
   const rewards = answer.life.group_rewards;
   const high = Math.max(1, ...Object.values(rewards).map(Math.abs));
   if (answer.neighbours.length < 2) return null;
-  return h("section", { class: "card" }, h("h2", {}, "Its group"), h("nav", { class: "siblings", "aria-label": "Samples of the group" }, answer.neighbours.map((id, sample) =>
+  return h("section", { class: "card" }, h("h2", {}, "Its group ", h("kbd", {}, "["), " ", h("kbd", {}, "]")), h("nav", { class: "siblings", "aria-label": "Samples of the group" }, answer.neighbours.map((id, sample) =>
     h("a", { href: `#/trajectory/${id}`, "aria-current": id === answer.id ? "page" : null }, h("span", { class: "mono" }, id),
       h("span", { class: "meter", vars: { "--share": Math.max(rewards[sample] ?? 0, 0) / high } }, h("i", {})), h("span", { class: "num right" }, sample in rewards ? fixed(rewards[sample]) : NONE)))));
 }
