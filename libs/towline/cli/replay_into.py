@@ -58,6 +58,10 @@ async def into_trainer(source: Source, target: str, asked: Into) -> Comparison:
 
     if source.log.next_number == 0:
         raise MissingError(f"{source.where} has no versions yet: nothing was trained that could be replayed", code="log_empty")
+    if asked.start not in source.log.lineage.versions():
+        raise UsageError(
+            f"--from {asked.start}: {source.where} has no such version; see `towline versions list`", code="version_missing"
+        )
     before = source.settings
     directory = _directory(target, asked, before)
     plan = (
@@ -108,7 +112,9 @@ def _settings(source: Source, asked: Into, directory: RunDirectory, plan: Plan) 
     over_stale = any(batch.over_stale for batch in plan.batches)
     # A trainer that is started again opens below its head: what it was fed then is staler, and off the line.
     room = given.buffer.max_staleness if over_stale else most_stale(source, plan) + len(plan.batches)
-    tree["run"] |= {"name": directory.name, "directory": str(directory.path.parent)}
+    # The learning rate's schedule is over run.steps: fewer batches than that leave it as it was.
+    steps = max(given.run.steps, len(plan.batches))
+    tree["run"] |= {"name": directory.name, "directory": str(directory.path.parent), "steps": steps}
     tree["model"] = {
         "source": f"{source.settings.run.name}@{asked.start}", "publish_dtype": source.settings.model.publish_dtype,
     }  # fmt: skip
@@ -232,10 +238,6 @@ def _seed(source: Source, start: int, objects: Any, log: Any) -> None:
     from towline.store.base import base_files, seed_base_state
     from towline.store.materialize import materialize
 
-    if start not in source.log.lineage.versions():
-        raise UsageError(
-            f"--from {start}: {source.where} has no such version; see `towline versions list`", code="version_missing"
-        )
     state = materialize(source.objects, source.log, start)
     entry = source.log.entry(start)
     probe = entry.probe if isinstance(entry, BaseEntry | VersionEntry) else None

@@ -60,9 +60,9 @@ class Comparison:
         for name, (was, now) in self.changed.items():
             yield f"  {name} = {now!r} (was {was!r})"
         for reason, count in self.left_out.items():
-            yield f"  left out: {count} groups {reason}"
+            yield f"  left out: {count} group{'s' * (count != 1)} {reason}"
         if self.missing_rows:
-            yield f"  left out: {self.missing_rows} samples whose bytes aren't in the stream any more"
+            yield f"  missing: {self.missing_rows} samples whose bytes aren't in the stream any more"
         yield f"  {'depth':>6}  {'reward':>8}  {'loss':>10}  {'(was)':>10}  {'mismatch KL':>12}  {'(was)':>10}  weights"
         for point in self.points:
             yield (

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -20,9 +21,10 @@ from towline.bus.client import Bus
 from towline.bus.control_log import ControlLog
 from towline.bus.topology import CONTROL, TRAJECTORY
 from towline.contract.codec import digest, encode
-from towline.contract.control import BatchRecord, BatchRow, EndRecord, ForkRecord, OverStale, OverStaleRow
+from towline.contract.control import AdmitRecord, BatchRecord, BatchRow, EndRecord, ForkRecord, TaskRecord, decode_control
 from towline.contract.entries import OpenEntry
-from towline.contract.task import VersionSpan
+from towline.contract.groups import EXTERNAL, is_external
+from towline.contract.task import Task, VersionSpan
 from towline.contract.trajectory import Trajectory, decode_trajectory, encode_trajectory
 from towline.errors import ConflictError, MalformedError, MissingError
 from towline.replay.plan import FedBatch, Plan
@@ -30,6 +32,8 @@ from towline.store.lineage import Lineage
 from towline.store.log import Log
 
 POLL_SECONDS = 0.05
+LOST = 1 << 52
+"""In the place of a sequence of TRAJECTORY: nothing stands there, so the trainer takes the row for missing, as it is."""
 STEPS, END_OF_DATA = "steps", "end_of_data"
 Wait = Callable[[int], Awaitable[None]]
 """Holds a batch up (its place in the plan) until somebody lets it go."""
@@ -56,8 +60,10 @@ class Feeder:
     fed: int = 0
     """Batches, forks' repeats not counted."""
     missing_rows: int = 0
-    """Chosen rows whose trajectory can't be had: they are in no batch."""
-    _published: dict[tuple[int, int], BatchRow | None] = field(default_factory=dict)
+    """Rows whose trajectory can't be had: the trainer finds them missing, and their rewards still count for their groups."""
+    _published: dict[tuple[int, int], BatchRow] = field(default_factory=dict)
+    _tasks: dict[tuple[int, int], Task] = field(default_factory=dict)
+    """Of the source, what is to be admitted."""
 
     async def run(self) -> None:
         """Return once the last batch's version stands and the run's end is written."""
@@ -66,6 +72,7 @@ class Feeder:
             async for message in messages:
                 pen.last_sequence = message.sequence
         await pen.take_over()
+        await self._read_tasks()
         topology = self.bus.topology
         epoch, depth = -1, 0
         began: tuple[float, float] | None = None
@@ -104,32 +111,61 @@ class Feeder:
 
     async def _record(self, batch: FedBatch, epoch: int, depth: int, pen: ControlLog) -> BatchRecord:
         """The batch for this depth of the new run, its rows published first."""
-        known = [row for row in batch.rows if (row.group, row.sample) not in self._published]
-        messages = await self.source.get_many(TRAJECTORY, [row.sequence for row in known])
-        for row, message in zip(known, messages, strict=True):
+        new = [row for row in batch.rows if (row.group, row.sample) not in self._published]
+        messages = await self.source.get_many(TRAJECTORY, [row.sequence for row in new])
+        admitted = await self._admit(new, pen)
+        for row, message, task_sequence in zip(new, messages, admitted, strict=True):
             data = None if message is None else message.data
-            self._published[row.group, row.sample] = await self._publish(row, data, batch.newest_depth, depth)
-        rows = [self._published[row.group, row.sample] for row in batch.rows]
-        self.missing_rows += sum(self._published[row.group, row.sample] is None for row in known)
-        record = BatchRecord(
-            writer=pen.stamp(), epoch=epoch, for_depth=depth, rows=tuple(row for row in rows if row is not None), at=time.time()
+            made = await self._publish(row, data, batch.newest_depth, depth, task_sequence)
+            self._published[row.group, row.sample] = made
+            self.missing_rows += made.sequence == LOST
+        rows = tuple(self._published[row.group, row.sample] for row in batch.rows)
+        return BatchRecord(
+            writer=pen.stamp(), epoch=epoch, for_depth=depth, rows=rows, at=time.time(), over_stale=batch.over_stale
         )
-        if isinstance(batch.over_stale, OverStale):
-            tokens = {item.row: item.tokens for item in batch.over_stale.rows}
-            left = [place for place, row in enumerate(rows) if row is not None]
-            over = tuple(OverStaleRow(new, tokens[old]) for new, old in enumerate(left) if old in tokens)
-            record = msgspec.structs.replace(record, over_stale=msgspec.structs.replace(batch.over_stale, rows=over))
-        return record
 
-    async def _publish(self, row: BatchRow, data: bytes | None, newest_depth: int, depth: int) -> BatchRow | None:
-        """The sample in the new run: its row there, or None where its bytes can't be had."""
+    async def _read_tasks(self) -> None:
+        """Of the planned samples: a task is their admission in the new run, too."""
+        wanted = {(row.group, row.sample) for row in self.plan.rows}
+        subject = self.source.topology.subject("control.task.>")
+        async with contextlib.aclosing(self.source.read(CONTROL, subjects=[subject])) as messages:
+            async for message in messages:
+                record = decode_control(message.data)
+                if isinstance(record, TaskRecord) and (record.task.group, record.task.sample) in wanted:
+                    self._tasks[record.task.group, record.task.sample] = record.task
+
+    async def _admit(self, rows: Sequence[BatchRow], pen: ControlLog) -> list[int]:
+        """Each row's task sequence in the new run; 0 for a sample from outside, or whose task isn't in CONTROL any more."""
+        topology = self.bus.topology
+        sizes = Counter(row.group for row in rows)
+        sequences = [0] * len(rows)
+        places, records = [], []
+        for place, row in enumerate(rows):
+            task = self._tasks.get((row.group, row.sample))
+            if task is not None:
+                own = msgspec.structs.replace(task, run=topology.run)
+                places.append(place)
+                records.append((topology.task(task.lane), encode(TaskRecord(writer=pen.stamp(), task=own))))
+            elif is_external(row.group):
+                admit = AdmitRecord(
+                    writer=pen.stamp(), lane=EXTERNAL, group=row.group, sample=row.sample, group_size=sizes[row.group]
+                )
+                places.append(place)
+                records.append((topology.control("admit"), encode(admit)))
+        if records:
+            for place, sequence in zip(places, await pen.append(records), strict=True):
+                sequences[place] = 0 if is_external(rows[place].group) else sequence
+        return sequences
+
+    async def _publish(self, row: BatchRow, data: bytes | None, newest_depth: int, depth: int, task_sequence: int) -> BatchRow:
+        """The sample in the new run: its row there."""
+        lost = msgspec.structs.replace(row, sequence=LOST, least_depth=max(depth - (newest_depth - row.least_depth), 0))
         if data is None or digest(data) != row.digest:
-            return None
+            return lost
         try:
-            found = decode_trajectory(data)
-            moved = self._moved(found, newest_depth, depth)
+            moved = self._moved(decode_trajectory(data), newest_depth, depth, task_sequence)
         except (MalformedError, MissingError):
-            return None
+            return lost
         topology = self.bus.topology
         made = encode_trajectory(moved)
         created = await self.samples.create(topology.trajectory(row.group, row.sample), made)
@@ -141,15 +177,15 @@ class Feeder:
         score = await score_of(self.source, row.group, row.sample)
         if score is not None:
             again = msgspec.structs.replace(
-                score, run=topology.run, trajectory_sequence=created.sequence, trajectory_digest=digest(made),
-                version_spans=moved.version_spans,
+                score, run=topology.run, task_sequence=task_sequence, trajectory_sequence=created.sequence,
+                trajectory_digest=digest(made), version_spans=moved.version_spans,
             )  # fmt: skip
             await self.scores.create(topology.score(row.group, row.sample), encode(again))
         lineage = self.log.lineage
         least = min(lineage.effective_depth(span.version) for span in moved.version_spans)
         return BatchRow(row.group, row.sample, created.sequence, digest(made), row.reward, least, row.policy_tokens)
 
-    def _moved(self, trajectory: Trajectory, newest_depth: int, depth: int) -> Trajectory:
+    def _moved(self, trajectory: Trajectory, newest_depth: int, depth: int, task_sequence: int) -> Trajectory:
         """Each span at the new run's version that is as many depths behind `depth` as its own was behind the recorded batch."""
         there, here = self.source.log.lineage, self.log.lineage
         spans = tuple(
@@ -161,7 +197,7 @@ class Feeder:
             )
             for span in trajectory.version_spans
         )
-        return replace(trajectory, run=self.bus.topology.run, version_spans=spans)
+        return replace(trajectory, run=self.bus.topology.run, task_sequence=task_sequence, version_spans=spans)
 
 
 def version_for(lineage: Lineage, depth: int) -> int:
