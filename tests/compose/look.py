@@ -23,10 +23,11 @@ async def look(path: str) -> dict[str, object]:
         statuses = [json.loads(data) for data in (await bus.kv(STATUS).items()).values()]
     finally:
         await bus.close()
+    figures = {f"{status['service']}.{status['replica']}": status["figures"] for status in statuses}
     return {
         "acknowledged": {ack.replica: ack.history[-1].depth for ack in acks if ack.replica in replicas and ack.history},
         "replicas": sorted(replicas),
-        "figures": {f"{status['service']}.{status['replica']}": status["figures"] for status in statuses},
+        "reward": next((told["reward_mean"] for name, told in figures.items() if name.startswith("trainer.")), None),
     }
 
 
