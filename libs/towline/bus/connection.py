@@ -124,7 +124,7 @@ class Connection:
             if client.is_connected:
                 with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
                     await client.flush(_FLUSH_SECONDS)
-            await client.close()
+            await _end(client)
         self._fail_pending("the bus client was closed")
 
     @property
@@ -276,11 +276,11 @@ class Connection:
                 if not client.is_connected:
                     raise nats.errors.ConnectionClosedError
                 if self._replies.subject in self._denied:  # no answer would ever come
-                    await client.close()
+                    await _end(client)
                     raise UsageError(self._refusal("subscription", self._replies.subject), code=DENIED_CODE)
         except (nats.errors.Error, OSError, TimeoutError) as error:
             reason = self.last_error if isinstance(error, nats.errors.NoServersError) and self.last_error else _one_line(error)
-            await client.close()
+            await _end(client)
             judge(self.address, reason)
             raise UnavailableError(
                 f"the bus at {self.address} can't be reached: {reason}; start a nats-server there or correct bus.url",
@@ -349,6 +349,13 @@ class Connection:
             about = "streams are made by `towline init`, which comes first, and again after changed settings"
         may = "publish to" if verb == "publish" else "subscribe to"
         return f"the bus refuses {who} to {may} {subject}: {about}"
+
+
+async def _end(client: Client) -> None:
+    """Close it, for at most two seconds: after a TLS handshake that failed nats-py would wait for ever."""
+    with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
+        async with asyncio.timeout(_FLUSH_SECONDS):
+            await client.close()
 
 
 def _one_line(error: BaseException) -> str:
