@@ -93,11 +93,10 @@ def _visit(url: str, tab: Browser) -> None:
     tab.look(dark=False)
     tab.open(f"{url}/")
     _sign_in(tab)
-    for dark in (False, True):
-        for size in (WIDE, NARROW):
-            tab.look(dark=dark, size=size)
-            for page in PAGES:
-                _one_page(tab, url, page, dark=dark)
+    for dark, size in ((False, WIDE), (True, NARROW)):
+        tab.look(dark=dark, size=size)
+        for page in PAGES:
+            _one_page(tab, url, page, dark=dark)
     tab.look(dark=False)
     _hostile_text(tab, url)
     _lists_by_key(tab, url)
@@ -162,8 +161,9 @@ def _lists_by_key(tab: Browser, url: str) -> None:
     assert tab.js("return document.querySelector('[aria-selected=true]').dataset.key") == second
     tab.press("ENTER")
     tab.until(f"location.hash === '#/trajectory/{second}'")
-    tab.press("j", "k", "j")
-    third = tab.until("location.hash !== '#/trajectory/" + second + "' && location.hash.split('/')[2]")
+    tab.press("j", "j", "k")
+    third = tab.js("return location.hash.split('/')[2]")
+    assert third != second
     tab.press("u")
     tab.until(f"location.hash === '#/trajectories' && document.activeElement.dataset.key === '{third}'")
     tab.press("/", "2", "ENTER")

@@ -37,13 +37,18 @@ const KEYS = [
 let page = null;
 let asking = new AbortController();
 let timer = 0;
+let opened = null;
 let lastAnswer = 0;
 
 const context = {
-  ask: (path, query) => ask(path, query, asking.signal),
+  // What a page that has been left still asks for is never answered.
+  ask: (path, query) => ask(path, query, asking.signal).catch((error) => (error.name === "AbortError" ? new Promise(() => {}) : Promise.reject(error))),
   go: (where) => {
     location.hash = where;
+    if (location.hash !== opened) open();
   },
+  // For what a page does by itself, between two looks.
+  run: (promise) => promise.catch(failed),
   title: (text) => {
     document.title = `${text} · ${byId("run-name").textContent || "towline"}`;
   },
@@ -65,6 +70,7 @@ function drawNav(current, dead = 0) {
 }
 
 async function open() {
+  opened = location.hash;
   clearTimeout(timer);
   asking.abort();
   asking = new AbortController();
@@ -87,13 +93,19 @@ async function look() {
     tell(overview);
   } catch (error) {
     if (error.name === "AbortError" || mine !== page) return;
-    if (error instanceof Refused && error.status === 401) return signIn(error.message);
-    if (!(error instanceof Refused)) console.error(error);
-    complain(error.message);
-    byId("pulse").className = "pulse away";
-    byId("pulse").textContent = lastAnswer ? `last answer ${ago(lastAnswer)}` : "no answer";
+    failed(error);
+    if (byId("sign-in").open) return;
   }
   if (!document.hidden) timer = setTimeout(look, EVERY_MS);
+}
+
+function failed(error) {
+  if (error instanceof Refused && error.status === 401) return signIn(error.message);
+  if (!(error instanceof Refused)) console.error(error);
+  complain(error.message);
+  if (error.status !== 0) return;
+  byId("pulse").className = "pulse away";
+  byId("pulse").textContent = lastAnswer ? `last answer ${ago(lastAnswer)}` : "no answer";
 }
 
 function tell(overview) {
@@ -162,7 +174,7 @@ addEventListener("keydown", (event) => {
   event.preventDefault();
 });
 
-addEventListener("hashchange", open);
+addEventListener("hashchange", () => location.hash !== opened && open());
 document.addEventListener("visibilitychange", () => !document.hidden && look());
 byId("theme").addEventListener("click", nextTheme);
 byId("help").addEventListener("click", showKeys);

@@ -3,7 +3,7 @@ import { h, replace } from "../dom.js";
 import { List } from "../list.js";
 import { bytes, integer, moment, time } from "../format.js";
 
-export function deadPage({ ask, go }, { query }) {
+export function deadPage({ ask, go, run }, { query }) {
   let pages = [];
   let before = null;
   let next = null;
@@ -34,7 +34,7 @@ export function deadPage({ ask, go }, { query }) {
         list.draw();
       }, (error) => {
         contents.delete(row.sequence);
-        if (error.name !== "AbortError") box.textContent = error.message;
+        box.textContent = error.message;
       });
     }
     return h("div", { class: "detail" }, h("div", {}, h("dl", { class: "facts" }, h("dt", {}, "when"), h("dd", {}, moment(row.at)), Object.entries(row.context).flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, typeof value === "string" ? value : JSON.stringify(value))])),
@@ -46,7 +46,7 @@ export function deadPage({ ask, go }, { query }) {
       before = next;
     } else if (to === "newer" && pages.length) before = pages.pop();
     else return;
-    look();
+    run(look());
   }
   async function look() {
     const answer = await ask("dead", { before, stage, limit: 50 });

@@ -15,7 +15,7 @@ export const statePill = (state) => h("span", { class: `pill ${TONES[state] ?? "
 // For the keys j and k of a trajectory's page, and the way back: the list as it was left.
 export const lastList = { ids: [], query: "", at: null };
 
-export function trajectoriesPage({ ask, go }, { query }) {
+export function trajectoriesPage({ ask, go, run }, { query }) {
   const fields = {};
   let pages = [];
   let before = null;
@@ -31,7 +31,7 @@ export function trajectoriesPage({ ask, go }, { query }) {
     select.value = query.get(name) ?? "";
     return field(name, label, select);
   };
-  const filters = h("form", { class: "filters card", role: "search", "aria-label": "Filters", onsubmit: (event) => (event.preventDefault(), apply()), onchange: () => apply() },
+  const filters = h("form", { class: "filters card", role: "search", "aria-label": "Filters", onsubmit: (event) => (event.preventDefault(), apply()), onchange: (event) => event.target.matches("select") && apply() },
     text("id", "ID", "12 or 12.3"), choice("state", "State", STATES), text("step", "Step", "3 or 3:9"), text("version", "Version", "7 or 7:"), text("reward", "Reward", "0.5:1"),
     text("environment", "Environment", "module:Class"), choice("finish", "Finish", FINISHES), choice("lane", "Lane", ["train", "eval", "external"]),
     h("div", { class: "buttons" }, h("button", { type: "submit", class: "primary" }, "Filter"), h("button", { type: "button", onclick: () => go("#/trajectories") }, "Clear"), h("button", { type: "button", class: "more", onclick: () => filters.classList.toggle("open") }, "More")));
@@ -60,7 +60,7 @@ export function trajectoriesPage({ ask, go }, { query }) {
   function apply() {
     const found = new URLSearchParams(Object.entries(wanted()).filter(([, value]) => value));
     const to = `#/trajectories${[...found].length ? `?${found}` : ""}`;
-    if (to === location.hash) load();
+    if (to === location.hash) run(load());
     else go(to);
   }
   async function load() {
@@ -75,7 +75,7 @@ export function trajectoriesPage({ ask, go }, { query }) {
   function drawPager(newest) {
     const since = newest - answer.newest;
     replace(pager, h("span", {}, answer.total === null ? `${integer(answer.rows.length)} found here` : `${integer(answer.total)} of the newest ${integer(answer.kept)} trajectories fit`),
-      since > 0 && before === null ? h("button", { type: "button", onclick: () => load(), "data-key": "fresh" }, `${integer(since)} newer `, h("kbd", {}, "r")) : null, h("span", { class: "spring" }),
+      since > 0 && before === null ? h("button", { type: "button", onclick: () => run(load()), "data-key": "fresh" }, `${integer(since)} newer `, h("kbd", {}, "r")) : null, h("span", { class: "spring" }),
       h("button", { type: "button", disabled: !pages.length, onclick: () => turn("newer"), "data-key": "newer" }, "Newer ", h("kbd", {}, "p")),
       h("button", { type: "button", disabled: !answer.next, onclick: () => turn("older"), "data-key": "older" }, "Older ", h("kbd", {}, "n")));
   }
@@ -85,7 +85,7 @@ export function trajectoriesPage({ ask, go }, { query }) {
       before = answer.next;
     } else if (to === "newer" && pages.length) before = pages.pop();
     else return;
-    load().then(() => list.rows.length && list.select(list.rows[0].id));
+    run(load().then(() => list.rows.length && list.select(list.rows[0].id)));
   }
   for (const [name, input] of Object.entries(fields)) input.parentElement.classList.toggle("set", Boolean(query.get(name)));
   return {
@@ -97,7 +97,7 @@ export function trajectoriesPage({ ask, go }, { query }) {
     },
     key(event) {
       if (event.key === "/") return fields.id.focus(), fields.id.select(), true;
-      if (event.key === "r") return (before = null), (pages = []), load(), true;
+      if (event.key === "r") return (before = null), (pages = []), run(load()), true;
       if (event.key === "n") return turn("older"), true;
       if (event.key === "p") return turn("newer"), true;
       return list.key_(event);

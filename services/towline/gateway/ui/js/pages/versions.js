@@ -3,7 +3,7 @@ import { h, replace } from "../dom.js";
 import { List } from "../list.js";
 import { NONE, bytes, fixed, integer, moment, seconds, share, time } from "../format.js";
 
-export function versionsPage({ ask, go }) {
+export function versionsPage({ ask, run }) {
   let before = null;
   let pages = [];
   let next = null;
@@ -34,7 +34,7 @@ export function versionsPage({ ask, go }) {
     if (to === "older" && next !== null) before = next;
     else if (to === "newer" && pages.length) before = pages.pop();
     else return;
-    look();
+    run(look());
   };
   async function look() {
     const answer = await ask("versions", { before, limit: 50 });
