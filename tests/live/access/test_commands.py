@@ -1,0 +1,120 @@
+"""`towline access` and `towline init` against real servers that run on nothing but what the commands wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.servers import running
+from towline.access.init import prepare_bus
+from towline.bus.client import Bus
+from towline.bus.topology import BUCKETS, STREAMS, Topology
+from towline.config import BusSettings, Settings
+from towline.errors import UsageError
+from towline.local.servers import NatsServer, S3Server
+
+TOML = """
+[run]
+name = "{run}"
+[bus]
+url = "{bus}"
+keys_folder = "{keys}"
+budget_bytes = 67108864
+[store]
+url = "s3://towline"
+endpoint = "{store}"
+keys_folder = "{keys}"
+[model]
+source = "model"
+[prompts]
+source = "mine:prompts"
+[sampling]
+max_tokens = 6
+[reward]
+function = "mine:reward"
+"""
+
+
+def towline(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TOWLINE_", "AWS_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "towline.cli.main", *arguments], capture_output=True, text=True, env=clean, timeout=120
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def private(folder: Path) -> bool:
+    return all(
+        path.stat().st_mode & 0o077 == 0 for path in folder.iterdir() if path.suffix in (".nk", ".s3-access", ".s3-secret")
+    )
+
+
+async def test_init_makes_everything_once_and_services_find_it(tmp_path: Path, run_name: str) -> None:
+    keys = tmp_path / "s3" / "keys"  # where the server looks for them
+    towline("access", "nats", "--run", run_name, "--out", str(keys))
+    towline("access", "s3", "--run", run_name, "--out", str(keys), "--bucket", "towline")
+    assert private(keys)
+    assert json.loads((keys / "s3.json").read_text())["identities"]
+    fragment = (keys / "nats.conf").read_text()
+    store = S3Server(tmp_path / "s3", runs=[run_name])
+    for bus in running(NatsServer(tmp_path / "nats", authorization=fragment)):
+        for _ in running(store):
+            toml = tmp_path / "run.toml"
+            toml.write_text(TOML.format(run=run_name, bus=bus.url, keys=keys, store=store.endpoint))
+            assert towline("audit", str(toml), code=1).stderr.startswith("missing: ")
+            said = json.loads(towline("init", str(toml), "--json").stdout)
+            assert json.loads(towline("init", str(toml), "--json").stdout) == said
+            reader = await Bus.connect(
+                BusSettings(url=bus.url, keys_folder=str(keys), role="viewer"), run=run_name, client_name="v"
+            )
+            topology = Topology(run_name)
+            for name in [topology.stream(spec) for spec in STREAMS] + [f"KV_{topology.bucket(bucket)}" for bucket in BUCKETS]:
+                await reader.jetstream.stream_state(name)
+            for stream, consumer in (("CONTROL", "lane-train"), ("TRAJECTORY", "reward"), ("POLICY", "publisher")):
+                await reader.jetstream.call("look", f"CONSUMER.INFO.towline_{run_name}_{stream}.{consumer}")
+            await reader.close()
+
+
+def test_show_tells_what_a_role_may_and_a_wrong_role_is_one_line() -> None:
+    told = towline("access", "show", "reward", "--run", "mine").stdout
+    assert "towline.mine.outcome.score.*.*" in told
+    assert "control" not in told.replace("towline_mine_CONTROL", "")
+    found = json.loads(towline("access", "show", "viewer", "--json").stdout)
+    assert found["store"] == {"put": [], "delete": [], "never_delete": []}
+    assert not [subject for subject in found["nats"]["publish"]["allow"] if not subject.startswith("$JS.API.")]
+    wrong = towline("access", "show", "root", code=2)
+    assert wrong.stderr.startswith("role: no role 'root'; there are trainer")
+    assert set(json.loads(towline("access", "show", "--json").stdout)) >= {"trainer", "init", "gc"}
+
+
+def test_minios_and_amazons_files(tmp_path: Path) -> None:
+    towline("access", "s3", "--flavour", "minio", "--run", "one", "--run", "two", "--out", str(tmp_path / "minio"))
+    script = (tmp_path / "minio" / "apply.sh").read_text()
+    subprocess.run(["sh", "-n", str(tmp_path / "minio" / "apply.sh")], check=True)
+    secret = (tmp_path / "minio" / "trainer.s3-secret").read_text()
+    assert secret not in script
+    assert private(tmp_path / "minio")
+    towline("access", "s3", "--flavour", "aws", "--run", "one", "--out", str(tmp_path / "aws"), "--prefix", "deep")
+    assert sorted(path.suffix for path in (tmp_path / "aws").iterdir()) == [".json"] * 10
+    document = json.loads((tmp_path / "aws" / "buffer.policy.json").read_text())
+    assert "arn:aws:s3:::towline/deep/one/blobs/*" in json.dumps(document)
+    assert towline("access", "s3", "--flavour", "ceph", "--run", "one", "--out", str(tmp_path), code=2).stderr.count("\n") == 1
+
+
+async def test_nothing_is_made_by_a_role_that_may_not(tmp_path: Path, run_name: str) -> None:
+    for server in running(NatsServer(tmp_path / "nats", runs=[run_name])):
+        tree = {
+            "run": {"name": run_name}, "model": {"source": "m"}, "prompts": {"source": "a:b"}, "sampling": {"max_tokens": 1},
+            "reward": {"function": "a:b"},
+        }  # fmt: skip
+        settings = Settings.model_validate(tree)
+        as_viewer = server.settings(BusSettings(role="viewer", budget_bytes=64 << 20))
+        with pytest.raises(UsageError, match=r"refuses role viewer to publish to .*CREATE.*towline init"):
+            await prepare_bus(settings.model_copy(update={"bus": as_viewer}))
+        await prepare_bus(settings.model_copy(update={"bus": server.settings(BusSettings(budget_bytes=64 << 20))}))
