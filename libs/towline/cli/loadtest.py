@@ -13,6 +13,8 @@ import typer
 
 from towline.errors import TowlineError, UsageError
 
+TERMINATED = 128 + 15
+
 
 def loadtest(
     what: Annotated[list[str], typer.Argument(metavar="SCENARIO | compare A B", help="A scenario's TOML file; or two results.")],
@@ -44,7 +46,11 @@ def loadtest(
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    campaign = asyncio.run(conduct(scenario, folder, say, repetitions=repeat, keep=keep))
+    try:
+        campaign = asyncio.run(conduct(scenario, folder, say, repetitions=repeat, keep=keep))
+    except asyncio.CancelledError:
+        say(f"stopped; what was measured is in {folder}")
+        raise typer.Exit(TERMINATED) from None
     report = write_report(campaign.results, folder)
     if as_json:
         print(json.dumps({"folder": str(folder), "failed": campaign.failed, "metrics": [r.metrics for r in campaign.results]}))

@@ -140,6 +140,7 @@ class Drive:
                     said_at = time.monotonic()
                     self._say(self._line(row, settings))
                 await asyncio.wait([done], timeout=LOOK_SECONDS)
+            disturbing.cancel()
             supervisor.run_ended.set()
             await watcher.look(self._pids())
             with contextlib.suppress(TimeoutError):

@@ -116,6 +116,10 @@ def _trainer(result: Result, looks: Looks, begin: float, end: float) -> None:
         if waited >= 0 and worked >= 0:  # else it was started again in between
             idle, spent = idle + waited, spent + after["at"] - before["at"]
     result.metrics["trainer_idle_share"] = idle / spent if spent else 0.0
+    last = rows[-1] if rows else {}
+    if versions := last.get("trainer.versions"):
+        for name, figure in (("publish", "commit_seconds"), ("snapshot", "snapshot_seconds")):
+            result.metrics[f"trainer.{name}_seconds"] = last[f"trainer.{figure}"] / versions
     slots = [row["workers.busy"] / row["workers.slots"] for row in rows if row.get("workers.slots")]
     result.metrics["slots_busy_share"] = float(np.mean(slots)) if slots else 0.0
 
@@ -178,11 +182,12 @@ def _errors(result: Result, found: Lives, looks: Looks) -> None:
 
 
 def _memory(result: Result, looks: Looks, begin: float) -> None:
-    """Growth in the second half of the window by a straight line, per process: bytes an hour, and its share of what it has."""
+    """Growth over the last three quarters of the window by a straight line, as a share of what a process has; Towline's own
+    processes apart from the two servers, whose caches fill."""
     rows = [row for row in looks.rows if row["at"] >= begin]
     rows = rows[len(rows) // 4 :]
     names = sorted({name for row in rows for name in row if name.startswith("rss.")})
-    worst = 0.0
+    worst, servers = 0.0, 0.0
     for name in names:
         points = [(row["at"], row[name]) for row in rows if name in row]
         if len(points) < 4:
@@ -191,8 +196,11 @@ def _memory(result: Result, looks: Looks, begin: float) -> None:
         result.metrics[f"{name}_bytes"] = float(size.max())
         slope = float(np.polyfit(at - at[0], size, 1)[0])
         result.metrics[f"{name}_growth_share"] = slope * float(at[-1] - at[0]) / float(size.mean())
-        worst = max(worst, result.metrics[f"{name}_growth_share"])
-    result.metrics["memory_growth_share"] = worst
+        if name.endswith("-server"):
+            servers = max(servers, result.metrics[f"{name}_growth_share"])
+        else:
+            worst = max(worst, result.metrics[f"{name}_growth_share"])
+    result.metrics["memory_growth_share"], result.metrics["memory_growth_share.servers"] = worst, servers
 
 
 def _flow(found: Lives) -> dict[str, list[float]]:

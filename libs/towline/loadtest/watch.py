@@ -87,7 +87,16 @@ class Watcher:
             row[f"workers.{name}"] = looks.figure("rollout_worker", name)
         serving = [one.figures.get("serving") or {} for one in looks.statuses if one.service == "rollout_worker"]
         row["workers.serving"] = float(sum(count for part in serving for count in part.values()))
-        for name in ("idle_seconds", "train_seconds", "snapshot_seconds", "batches", "depth", "tokens"):
+        for name in (
+            "idle_seconds",
+            "train_seconds",
+            "snapshot_seconds",
+            "commit_seconds",
+            "versions",
+            "batches",
+            "depth",
+            "tokens",
+        ):
             row[f"trainer.{name}"] = looks.figure("trainer", name)
         for name in ("open_groups", "complete_groups", "admitted", "trained"):
             row[f"buffer.{name}"] = looks.figure("buffer", name)

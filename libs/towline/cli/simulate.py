@@ -1,0 +1,66 @@
+"""`towline simulate RUN.toml`: a run as discrete events, before the machines are rented."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from towline.errors import TowlineError, UsageError
+
+Toml = Annotated[Path, typer.Argument(metavar="RUN_OR_SCENARIO.toml", help="A run's TOML file, or a load test's.")]
+
+
+def simulate(
+    toml: Toml,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the simulation's own draws.")] = 0,
+    until: Annotated[float | None, typer.Option(help="Simulated seconds; else to the run's last step.")] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(metavar="RESULT", help="Take the hops' times from a load test's result.")
+    ] = None,
+    against: Annotated[Path | None, typer.Option(metavar="RESULT", help="Compare with a load test's result.")] = None,
+    within: Annotated[float, typer.Option(help="With --against: how far off a figure may be.")] = 0.1,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the result as a JSON file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Simulate hours of a run in seconds: any number of workers, links, failures; the same file as the run's.
+
+    Lengths and speeds are the synthetic engine's ([rollout] arguments); hops' times are the table [simulate].
+    """
+    try:
+        from towline.simulate.outcome import calibrated, check
+        from towline.simulate.outcome import simulate as run
+    except ModuleNotFoundError as error:
+        if error.name != "simpy":
+            raise
+        raise UsageError("towline simulate needs simpy: pip install 'towline[simulate]'", code="simpy_missing") from None
+    from towline.cli.runs import _overrides
+    from towline.loadtest.result import read_result
+    from towline.loadtest.scenario import load_scenario
+    from towline.loadtest.text import rows
+
+    scenario = load_scenario(toml, _overrides(settings or []))
+    if calibrate is not None:
+        model = calibrated(read_result(calibrate)).model_copy(update={"links": scenario.simulate.links})
+        scenario = scenario.model_copy(update={"simulate": model})
+    result = run(scenario, seed=seed, until=until)
+    if output is not None:
+        result.write(output)
+    checks = check(result.metrics, read_result(against).metrics) if against is not None else []
+    if as_json:
+        print(
+            json.dumps(
+                {"metrics": result.metrics, "checks": [[one.metric, one.simulated, one.measured, one.off] for one in checks]}
+            )
+        )
+    else:
+        hours = result.metrics["simulated_seconds"] / 3600
+        print(f"{scenario.load.workers:,} workers, {hours:.2f} h in {result.metrics['wall_seconds']:.1f} s")
+        print("\n".join(f"  {label:<46} {number:,.4g}" for label, number in rows([result])))
+        for one in checks:
+            print(f"  {one.metric:<34} simulated {one.simulated:<10.4g} measured {one.measured:<10.4g} off by {one.off:.1%}")
+    if worst := [one for one in checks if one.off > within]:
+        raise TowlineError(f"{', '.join(one.metric for one in worst)}: off by more than {within:.0%}", code="simulation_off")
