@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from manifests.compose_file import FOLDER, OVERRIDES, load, services
 from towline.access import roles
@@ -101,6 +102,25 @@ def test_each_container_has_its_own_roles_keys_alone(files: tuple[str, ...]) -> 
         role = role or name.removesuffix("-gpu")
         assert {volume for volume, *_ in keys} <= {f"access-{role}"}, name
         assert all(mode == "ro" for *_, mode in keys), name
+
+
+def test_prometheus_scrapes_every_service_by_its_name_with_the_token() -> None:
+    jobs = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
+    found = {job["dns_sd_configs"][0]["names"][0] for job in jobs}
+    assert found == {
+        name for name, service in every("compose.yaml") if "towline.runtime.probe" in str(service.get("healthcheck"))
+    }
+    for job in jobs:
+        assert job["job_name"] == f"towline-{job['dns_sd_configs'][0]['names'][0]}"
+        assert job["dns_sd_configs"][0]["port"] == int(services()["buffer"]["environment"]["TOWLINE_SERVICE__PORT"])
+        assert job["authorization"]["credentials_file"] == "/access/service.token"
+
+
+def test_every_file_that_is_mounted_exists() -> None:
+    for name, service in every("compose.yaml"):
+        for volume in service.get("volumes", []):
+            if volume.startswith("."):
+                assert (FOLDER / volume.split(":")[0]).exists(), f"{name}: {volume}"
 
 
 def test_every_environment_name_is_a_setting() -> None:
