@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 EXTRAS := torch,megatron,gateway,local,fast,checksums,plots,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gateway test-large test-ranks soak lint proto clean bench-weights staleness-study bench-activation sglang-venv demo-sglang test-sglang test-megatron compose-test
+.PHONY: help setup demo test test-gateway test-large test-ranks soak lint proto clean bench-weights staleness-study bench-views test-tracing bench-activation sglang-venv demo-sglang test-sglang test-megatron compose-test
 
 help:
 	@echo "make setup   the virtual environment (the other targets call it; nothing to do: under a second)"
@@ -19,6 +19,8 @@ help:
 	@echo "make bench-weights   weight deltas on real optimiser steps, against others' ways (both cores idle; ARGS=--check)"
 	@echo "make test-replica   a replica's process killed at each step of preparing and activating (a quarter of an hour)"
 	@echo "make test-gateway   the gateway over longer: torch replicas, kills, the bus away, hundreds of odd requests (minutes)"
+	@echo "make bench-views   what top, the live view, trace readers and tracing cost a run at 1,000 trajectories/s (four minutes; ARGS=--check)"
+	@echo "make test-tracing   a whole run with tracing on: every sample leads to the version it made (half a minute)"
 	@echo "make bench-activation   what a new version costs a generating torch engine (two minutes, both cores idle; ARGS=--check)"
 	@echo "make test-large   a tensor of more than 4 GiB through files and the command (minutes, 10 GB of memory, 20 GB of disk)"
 	@echo "make staleness-study   reward against max_staleness, with and without correction: ten runs, a figure (ARGS='--seeds 2')"
@@ -50,6 +52,12 @@ bench-weights: $(VENV)/.stamp-bench
 
 test-replica: setup
 	@$(BIN)/pytest --quiet -m slow tests/live/worker/test_replica_kills.py
+
+bench-views: setup
+	@$(BIN)/python -m loadtests.views $(ARGS)
+
+test-tracing: setup
+	@$(BIN)/pytest --quiet -m slow tests/live/tracing
 
 bench-activation: setup
 	@$(BIN)/python -m loadtests.activation $(ARGS)
