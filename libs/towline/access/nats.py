@@ -241,8 +241,9 @@ def _buffer(grants: _Grants) -> None:
     stream = topology.stream(CONTROL)
     grants.tend(topology.lane_consumer(TRAIN, 1), topology.lane_consumer(SESSION, 1))
     grants.manage(stream, "*", "INFO")  # lane eval's consumers, which it makes as its own
-    reward = topology.reward_consumer()
+    reward, publisher = topology.reward_consumer(), topology.publisher_consumer()
     grants.manage(reward.stream, reward.durable, "CREATE", "INFO", "DELETE")  # made anew where TRAJECTORY went backwards
+    grants.manage(publisher.stream, publisher.durable, "INFO")
 
 
 def _publisher(grants: _Grants) -> None:
@@ -257,16 +258,13 @@ def _publisher(grants: _Grants) -> None:
 def _gateway(grants: _Grants) -> None:
     topology = grants.topology
     grants.serve()
-    grants.read(CONTROL)
-    grants.look(TRAJECTORY)
+    grants.read_all()  # what its web view shows
     grants.pull(topology.lane_consumer(SESSION, 1))
     grants.send(topology.trajectory("*", "*"), topology.failure("*", "*"))
     grants.send(topology.serve("*"), f"{topology.serve('*')}.cancel")
     grants.bury("gateway")
     for bucket in (IDEMPOTENCY, SESSIONS):
         grants.own_entries(bucket)
-        grants.list_entries(bucket)
-    grants.list_entries(REPLICAS)
     grants.hear(*(topology.policy(kind) for kind in ("opened", "committed")))
 
 
