@@ -44,12 +44,23 @@ class BundleSource:
         """`UsageError` where it is no bundle, `CorruptError` where a file isn't what the manifest says."""
         manifest = read_manifest(folder)
         check_files(folder, manifest)
+        named = {record.name for record in manifest.files}
+        streams = [f"{STREAMS}/{key.lower()}.frames" for key in manifest.streams]
+        for name in (SETTINGS, ACKS_FILE, *streams):
+            if name not in named:
+                raise CorruptError(f"{folder}: its manifest names no {name}; export the bundle again", code="bundle_file")
         settings = read_settings((folder / SETTINGS).read_bytes(), str(folder / SETTINGS))
         if settings.run.name != manifest.run:
             raise CorruptError(f"{folder}: the settings are of run {settings.run.name}, not of {manifest.run}", code="bundle_run")
         objects = open_store(StoreSettings(url=(folder / STORE).resolve().as_uri()))
         log = Log(objects, manifest.run)
         log.refresh()
+        if log.next_number != manifest.head + 1:
+            raise CorruptError(
+                f"{folder}: its LOG ends with entry {log.next_number - 1}, and the manifest says {manifest.head}; "
+                "export the bundle again",
+                code="bundle_log",
+            )
         return cls(folder, manifest, settings, objects, log)
 
     @property

@@ -73,12 +73,16 @@ def replay_start(
     """
     start: int | None = 0
     for step in steps(log, batches):
-        purged = any(row.sequence < first_trajectory for batch in step.batches for row in batch.record.rows)
-        if step.lost or purged:
+        if step.lost or is_purged(step, first_trajectory):
             start = None
         if start is None and step.entry.checkpoint is not None and exists(step.entry.checkpoint):
             start = step.entry.number
     return start
+
+
+def is_purged(step: Step, first_trajectory: int) -> bool:
+    """Whether one of the step's rows stands below TRAJECTORY's first sequence."""
+    return any(row.sequence < first_trajectory for batch in step.batches for row in batch.record.rows)
 
 
 def checkpoint_of(log: Log, version: int) -> str | None:

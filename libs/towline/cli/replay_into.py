@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from towline.cli.source import is_bundle
 from towline.errors import ConflictError, MissingError, UsageError
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def _directory(target: str, asked: Into, before: Settings) -> RunDirectory:
     name = asked.name or f"{before.run.name[:25]}-replay"
     if name == before.run.name:
         raise UsageError(f"--name {name} is the recorded run's own; a replay never touches it, give another", code="run_name")
-    if (Path(target) / "manifest.json").is_file():
+    if is_bundle(target):
         parent = Path(asked.changes.get("run.directory", before.run.directory)).absolute()
     else:
         parent = find_run(target)[0].path.parent
@@ -250,7 +251,7 @@ def _code_folder(target: str) -> Path:
     """Where the recorded run's own code lies; for a bundle, here."""
     from towline.local.run_directory import find_run
 
-    if (Path(target) / "manifest.json").is_file():
+    if is_bundle(target):
         return Path.cwd()
     directory = find_run(target)[0]
     return Path(directory.source_path.read_text()).parent if directory.source_path.is_file() else Path.cwd()
@@ -265,7 +266,7 @@ def _compare(
     from towline.store.objects import open_store
 
     recorded_log = None
-    if not (Path(target) / "manifest.json").is_file():
+    if not is_bundle(target):
         recorded_log = find_run(target)[0].log_path("trainer")
     figures, recorded = read_figures(directory.log_path("trainer")), read_figures(recorded_log)
     weights = Weights(source, open_store(settings.store), log)

@@ -20,10 +20,8 @@ SourceArgument = Annotated[
 @contextlib.asynccontextmanager
 async def open_source(target: str) -> AsyncIterator[Source]:
     """The run's or the bundle's. Nothing that reads it changes it."""
-    from towline.bundle.manifest import MANIFEST
-
     folder = Path(target)
-    if (folder / MANIFEST).is_file():
+    if is_bundle(target):
         from towline.bundle.folder import BundleSource
 
         yield BundleSource.open(folder)
@@ -35,3 +33,14 @@ async def open_source(target: str) -> AsyncIterator[Source]:
     directory, settings = find_run(target)
     async with open_run(directory, settings) as access:
         yield await BusSource.open(access.bus, access.objects, access.settings)
+
+
+def is_bundle(target: str) -> bool:
+    """Whether a folder is meant, whole or not, and no run: what is wrong with it is the bundle's to say."""
+    from towline.bundle.folder import SETTINGS, STREAMS
+    from towline.bundle.manifest import MANIFEST
+
+    folder = Path(target)
+    if (folder / MANIFEST).is_file() or (folder / SETTINGS).is_file() or (folder / STREAMS).is_dir():
+        return True
+    return folder.is_dir() and not Path("runs", target).is_dir()

@@ -14,12 +14,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from towline.bundle.line import BatchAt, Step, read_batches, steps
+from towline.bundle.line import BatchAt, Batches, Step, is_purged, read_batches, replay_start, steps
 from towline.bundle.source import Source
 from towline.bus.topology import TRAJECTORY
-from towline.errors import InvariantError
+from towline.errors import InvariantError, MissingError
 from towline.replay.again import Again, Payloads, Taken, epoch_settings
 from towline.replay.report import VerifyReport, VersionResult
+from towline.store import checkpoints
 
 Tell = Callable[[VersionResult], None]
 
@@ -71,7 +72,9 @@ async def verify(
     """
     log = source.log
     last = log.lineage.latest if end is None else end
-    planned = steps(log, await read_batches(source), start, last)
+    batches = await read_batches(source)
+    planned = steps(log, batches, start, last)
+    await _check_history(source, batches, planned, start)
     changes = changes or {}
     report = VerifyReport(run=source.settings.run.name, start=start, end=last, planned=len(planned), changed=dict(changes))
     found = stretches(source, planned, changes, one_process=launch is None)
@@ -89,6 +92,23 @@ async def verify(
                 break
             handed_over = leave
     return report
+
+
+async def _check_history(source: Source, batches: Batches, planned: Sequence[Step], start: int) -> None:
+    """`MissingError` where what the first versions were trained on was purged: with what begins later, if anything does."""
+    first = (await source.state(TRAJECTORY)).first
+    if not planned or not (planned[0].lost or is_purged(planned[0], first)):
+        return
+    run = source.settings.run.name
+    since = await asyncio.to_thread(
+        replay_start, source.log, batches, first, lambda name: checkpoints.exists(source.objects, run, name)
+    )
+    way_out = "no checkpoint follows, so nothing of it can be trained again" if since is None else f"begin with --from {since}"
+    raise MissingError(
+        f"{source.where}: the batches or samples that version {planned[0].entry.number} was trained on after {start} were purged "
+        f"(buffer.keep_history); {way_out}",
+        code="history_purged",
+    )
 
 
 def stretches(source: Source, planned: Sequence[Step], changes: Mapping[str, Any], *, one_process: bool = False) -> list[Stretch]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from towline.config import Settings
+from towline.contract.groups import is_external
 from towline.trace.life import BatchSeen, Fate, Life, VersionSeen
 
 DROPPED = {
@@ -30,6 +31,14 @@ DROPPED = {
 
 def explain(life: Life, settings: Settings) -> tuple[Fate, str]:
     """The fate, and why. The standing batch decides first, then a drop, an evaluation, and what is still missing."""
+    fate, text = _explain(life, settings)
+    decided = fate not in ("scored", "generated", "open")
+    if decided or life.attempts or life.control_begins == 1 or is_external(life.group):
+        return fate, text
+    return fate, f"{text}, or its end was decided before CONTROL {life.control_begins}, where what is left of CONTROL begins"
+
+
+def _explain(life: Life, settings: Settings) -> tuple[Fate, str]:
     batch = life.batch
     if batch is not None:
         return _batched(life, batch)

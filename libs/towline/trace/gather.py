@@ -55,6 +55,7 @@ async def trace(source: Source, group: int, sample: int, tokenizer: Tokenizer | 
     tokenizer: decodes the tokens for people; token IDs are there in any case.
     """
     life = Life(run=source.settings.run.name, group=group, sample=sample)
+    life.control_begins = max((await source.state(CONTROL)).first, 1)
     message = await source.last(TRAJECTORY, source.topology.trajectory(group, sample))
     stored = None if message is None else digest(message.data)
     await _control(source, life, stored)
@@ -63,7 +64,10 @@ async def trace(source: Source, group: int, sample: int, tokenizer: Tokenizer | 
     await _outcomes(source, life, stored)
     await _dead(source, life)
     if not life.attempts and not life.batches and message is None:
-        raise MissingError(f"{source.where} knows no sample {life.name}; see `towline trajectories list`", code="sample_missing")
+        purged = "" if life.control_begins == 1 else f" since CONTROL {life.control_begins}, what was before is purged"
+        raise MissingError(
+            f"{source.where} knows no sample {life.name}{purged}; see `towline trajectories list`", code="sample_missing"
+        )
     _version(source, life)
     life.replicas = await _replicas(source, life)
     life.fate, life.explanation = explain(life, source.settings)

@@ -195,6 +195,8 @@ class Life:
     admitted: bool = True
     """False for a group from outside that was never taken in."""
     replicas: list[Serving] = field(default_factory=list)
+    control_begins: int = 1
+    """CONTROL's first sequence: what was decided before it isn't known any more."""
 
     @property
     def name(self) -> str:

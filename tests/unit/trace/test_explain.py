@@ -122,6 +122,13 @@ def test_it_is_said_where_a_dropped_prompt_went_and_what_masking_took():
     assert "2 of its tokens were over the staleness bound and had no gradient" in explain(masked, SETTINGS)[1]
 
 
+def test_a_sample_whose_admission_was_purged_may_have_had_its_end():
+    told = life(trajectory=generated(), control_begins=900)
+    told.attempts = []
+    assert explain(told, SETTINGS)[1].endswith("or its end was decided before CONTROL 900, where what is left of CONTROL begins")
+    assert "900" not in explain(life(trajectory=generated(), control_begins=900), SETTINGS)[1]
+
+
 def shown(told, **options):
     console = Console(file=io.StringIO(), width=140, force_terminal=False)
     print_life(console, told, **options)
