@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 EXTRAS := torch,megatron,gateway,local,fast,checksums,plots,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gateway test-large test-ranks soak lint proto clean bench-weights staleness-study bench-views test-tracing bench-activation sglang-venv demo-sglang test-sglang test-megatron compose-test
+.PHONY: help setup demo test test-gateway test-large test-ranks soak lint proto clean bench-weights staleness-study bench-views test-tracing bench-activation sglang-venv demo-sglang test-sglang test-replay test-megatron compose-test
 
 help:
 	@echo "make setup   the virtual environment (the other targets call it; nothing to do: under a second)"
@@ -28,6 +28,7 @@ help:
 	@echo "make demo-sglang   the demo with SGLang as its engine, on a CPU (STEPS=50)"
 	@echo "make test-sglang   the tests on real SGLang servers (minutes)"
 	@echo "make test-ranks   DDP and FSDP2 over two ranks with every option (a minute or two)"
+	@echo "make test-replay     replays: bit by bit, over two ranks, into a second trainer; bundles, traces"
 	@echo "make test-megatron   Megatron-Core over two and four ranks, on this machine's CPUs (minutes)"
 	@echo "make compose-test   compose/ for real: built, up, a worker killed, scaled, audited, down (ten minutes; docker compose, or as root Debian's docker.io, docker-compose, debootstrap)"
 	@echo "make clean   remove caches and runs/; .venv stays"
@@ -117,6 +118,9 @@ demo-sglang: setup sglang-venv
 
 test-sglang: setup sglang-venv
 	@$(BIN)/pytest --quiet -m sglang tests/sglang
+
+test-replay: setup
+	@$(BIN)/pytest --quiet -m "slow or not slow" tests/unit/replay tests/unit/bundle tests/unit/trace tests/live/replay
 
 test-megatron: setup
 	@$(BIN)/pytest --quiet -m megatron tests/megatron

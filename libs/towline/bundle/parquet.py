@@ -1,21 +1,23 @@
-"""A bundle's trajectories and outcomes as Parquet, for pandas, polars and DuckDB: parquet/trajectories.parquet, outcomes.parquet.
+"""A bundle as Parquet, for pandas, polars and DuckDB: parquet/trajectories, outcomes, tasks (the prompts) and batches.parquet.
 
-The frames stay the truth; a message that can't be decoded stands in them alone. Needs pyarrow: pip install 'towline[parquet]'.
+`group` and `sample` join them; a batch's row names its trajectory by `trajectory_sequence` and `digest`. The frames stay the truth;
+a message that can't be decoded stands in them alone. Needs pyarrow: pip install 'towline[parquet]'.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from towline.bundle.folder import stream_path
 from towline.bundle.frames import StreamFile
 from towline.bus.client import Message
-from towline.bus.topology import OUTCOME, TRAJECTORY, StreamSpec
-from towline.contract.codec import digest
+from towline.bus.topology import CONTROL, OUTCOME, TRAJECTORY, StreamSpec
+from towline.contract.codec import digest, plain
+from towline.contract.control import BatchRecord, ForkRecord, ReissueRecord, TaskRecord, decode_control
 from towline.contract.outcome import Score, decode_outcome
 from towline.contract.trajectory import decode_trajectory
 from towline.errors import MalformedError, UsageError
@@ -25,7 +27,7 @@ ROWS = 1024
 
 
 def write_parquet(folder: Path, run: str) -> None:
-    """Write both tables of the bundle in `folder`; `UsageError` where pyarrow isn't installed."""
+    """Write the tables of the bundle in `folder`; `UsageError` where pyarrow isn't installed."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -54,22 +56,88 @@ def write_parquet(folder: Path, run: str) -> None:
             ("replica", pa.string()),
         ]
     )  # fmt: skip
+    tasks = pa.schema(
+        [
+            *place, ("lane", pa.string()), ("group_size", pa.int32()), ("attempt", pa.int32()), ("reissued", pa.string()),
+            ("prompt_source", pa.string()), ("prompt_epoch", pa.int64()), ("prompt_index", pa.int64()),
+            ("prompt_tokens", pa.list_(pa.int32())), ("reference_json", pa.string()), ("environment", pa.string()),
+            ("sampling_json", pa.string()), ("seed", pa.uint64()), ("not_before_depth", pa.int64()),
+            ("exact_version", pa.int64()), ("admitted_at", pa.float64()),
+        ]
+    )  # fmt: skip
+    batches = pa.schema(
+        [
+            *place, ("epoch", pa.int64()), ("for_depth", pa.int64()), ("trajectory_sequence", pa.int64()),
+            ("digest", pa.string()), ("reward", pa.float64()), ("least_depth", pa.int64()), ("policy_tokens", pa.int64()), ("void_by", pa.int64()),
+        ]
+    )  # fmt: skip
     (folder / "parquet").mkdir()
-    for spec, schema, row in ((TRAJECTORY, trajectories, _trajectory), (OUTCOME, outcomes, _outcome)):
-        name = "trajectories" if spec is TRAJECTORY else "outcomes"
+    forks = _forks(folder)
+    tables: tuple[tuple[str, StreamSpec, Any, Callable[[Message], Iterable[dict[str, Any]]]], ...] = (
+        ("trajectories", TRAJECTORY, trajectories, lambda message: [_trajectory(message)]),
+        ("outcomes", OUTCOME, outcomes, lambda message: [_outcome(message)]),
+        ("tasks", CONTROL, tasks, _tasks),
+        ("batches", CONTROL, batches, lambda message: _batches(message, forks)),
+    )
+    for name, spec, schema, row in tables:
         with pq.ParquetWriter(folder / "parquet" / f"{name}.parquet", schema, compression="zstd") as writer:
             rows = _rows(folder, spec, run, row)
             while group := list(itertools.islice(rows, ROWS)):
                 writer.write_table(pa.Table.from_pylist(group, schema=schema))
 
 
-def _rows(folder: Path, spec: StreamSpec, run: str, row: Callable[[Message], dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _rows(
+    folder: Path, spec: StreamSpec, run: str, rows: Callable[[Message], Iterable[dict[str, Any]]]
+) -> Iterator[dict[str, Any]]:
     for message in StreamFile(stream_path(folder, spec)).messages():
         try:
-            found = row(message)
+            found = list(rows(message))
         except MalformedError:
             continue
-        yield {"run": run, "sequence": message.sequence, "at": message.at, **found}
+        for row in found:
+            yield {"run": run, "sequence": message.sequence, "at": message.at, **row}
+
+
+def _forks(folder: Path) -> list[tuple[int, ForkRecord]]:
+    """(sequence, record) of each fork."""
+    found = []
+    for message in StreamFile(stream_path(folder, CONTROL)).messages():
+        record = decode_control(message.data)
+        if isinstance(record, ForkRecord):
+            found.append((message.sequence, record))
+    return found
+
+
+def _tasks(message: Message) -> Iterator[dict[str, Any]]:
+    """One row for an admission or an issue again, none for another record."""
+    record = decode_control(message.data)
+    if not isinstance(record, TaskRecord | ReissueRecord):
+        return
+    t = record.task
+    yield {
+        "group": t.group, "sample": t.sample, "lane": t.lane, "group_size": t.group_size, "attempt": t.attempt,
+        "reissued": record.reason if isinstance(record, ReissueRecord) else None, "prompt_source": t.prompt_ref.source,
+        "prompt_epoch": t.prompt_ref.epoch, "prompt_index": t.prompt_ref.index, "prompt_tokens": t.prompt_tokens,
+        "reference_json": json.dumps(t.reference, default=str), "environment": t.environment,
+        "sampling_json": json.dumps(plain(t.sampling)), "seed": t.seed, "not_before_depth": t.not_before_depth,
+        "exact_version": t.exact_version, "admitted_at": t.admitted_at,
+    }  # fmt: skip
+
+
+def _batches(message: Message, forks: Sequence[tuple[int, ForkRecord]]) -> Iterator[dict[str, Any]]:
+    """One for each row of a batch. `void_by` is the epoch whose fork took the batch out of force."""
+    record = decode_control(message.data)
+    if not isinstance(record, BatchRecord):
+        return
+    void = next(
+        (f.epoch for at, f in forks if at > message.sequence and record.for_depth >= f.depth and record.epoch != f.epoch), None
+    )
+    for row in record.rows:
+        yield {
+            "group": row.group, "sample": row.sample, "epoch": record.epoch, "for_depth": record.for_depth,
+            "trajectory_sequence": row.sequence, "digest": row.digest.hex(), "reward": row.reward,
+            "least_depth": row.least_depth, "policy_tokens": row.policy_tokens, "void_by": void,
+        }  # fmt: skip
 
 
 def _trajectory(message: Message) -> dict[str, Any]:

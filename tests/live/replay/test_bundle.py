@@ -10,7 +10,8 @@ from support.bundles import towline
 from towline.bundle.folder import BundleSource
 from towline.bundle.select import Filter, newest, select
 from towline.bundle.states import STATES
-from towline.bus.topology import OUTCOME, TRAJECTORY
+from towline.bus.topology import CONTROL, OUTCOME, TRAJECTORY
+from towline.contract.control import BatchRecord, TaskRecord, decode_control
 from towline.contract.outcome import Score, decode_outcome
 from towline.contract.trajectory import decode_trajectory
 from towline.trace.gather import trace
@@ -89,6 +90,25 @@ async def test_the_tables_hold_every_trajectory_and_outcome(ran):
     assert table[0]["version_spans"][0]["version"] == first.version_start
     outcomes = pq.read_table(ran.bundle / "parquet" / "outcomes.parquet").to_pylist()
     assert len(outcomes) == len([message async for message in source.read(OUTCOME)])
+
+
+async def test_the_tables_hold_every_prompt_and_every_batch_row(ran):
+    source = BundleSource.open(ran.bundle)
+    tasks, rows = [], []
+    async for message in source.read(CONTROL):
+        record = decode_control(message.data)
+        if isinstance(record, TaskRecord):
+            tasks.append((message.sequence, record.task.group, record.task.sample, record.task.prompt_tokens.tolist()))
+        elif isinstance(record, BatchRecord):
+            rows += [(record.for_depth, r.group, r.sample, r.sequence, r.digest.hex(), r.reward) for r in record.rows]
+    table = pq.read_table(ran.bundle / "parquet" / "tasks.parquet").to_pylist()
+    found = [(t["sequence"], t["group"], t["sample"], t["prompt_tokens"]) for t in table if t["reissued"] is None]
+    assert found == tasks
+    assert all(json.loads(t["reference_json"])["answer"] for t in table)
+    table = pq.read_table(ran.bundle / "parquet" / "batches.parquet").to_pylist()
+    columns = ("for_depth", "group", "sample", "trajectory_sequence", "digest", "reward")
+    assert [tuple(row[name] for name in columns) for row in table] == rows
+    assert {row["void_by"] for row in table} == {None}
 
 
 def test_no_address_and_no_secret_of_the_run_is_in_a_bundle(ran):
