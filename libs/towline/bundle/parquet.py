@@ -1,7 +1,7 @@
 """A bundle as Parquet, for pandas, polars and DuckDB: parquet/trajectories, outcomes, tasks (the prompts) and batches.parquet.
 
-`group` and `sample` join them; a batch's row names its trajectory by `trajectory_sequence` and `digest`. The frames stay the truth;
-a message that can't be decoded stands in them alone. Needs pyarrow: pip install 'towline[parquet]'.
+`group` and `sample` join them; a batch's row names its trajectory by `trajectory_sequence` and `digest`. The frames stay the
+truth; a message that can't be decoded stands in them alone. Needs pyarrow: pip install 'towline[parquet]'.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def write_parquet(folder: Path, run: str) -> None:
     batches = pa.schema(
         [
             *place, ("epoch", pa.int64()), ("for_depth", pa.int64()), ("trajectory_sequence", pa.int64()),
-            ("digest", pa.string()), ("reward", pa.float64()), ("least_depth", pa.int64()), ("policy_tokens", pa.int64()), ("void_by", pa.int64()),
+            ("digest", pa.string()), ("reward", pa.float64()), ("least_depth", pa.int64()),
+            ("policy_tokens", pa.int64()), ("void_by", pa.int64()),
         ]
     )  # fmt: skip
     (folder / "parquet").mkdir()
