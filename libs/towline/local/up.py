@@ -31,6 +31,7 @@ from towline.local.changes import changed
 from towline.local.cleanup import CLEAN, UP, end_leftovers, start_guard
 from towline.local.daemon import Daemon
 from towline.local.effective import effective, with_made_model
+from towline.local.ended import why_ended
 from towline.local.live import View
 from towline.local.preflight import preflight
 from towline.local.run_directory import Processes, RunDirectory
@@ -146,7 +147,7 @@ class Up:
             settings = with_made_model(settings, self._directory)
             self._directory.save(settings, self._source)
             if await run_has_ended(bus, settings.run.steps):
-                self._say(f"run {name} has ended already: --steps goes on with it, --run NAME begins another")
+                self._say(await why_ended(bus, name))
                 book = FigureBook(self._directory.figures_path)
             else:
                 self._directory.summary_path.unlink(missing_ok=True)
