@@ -16,7 +16,7 @@ from towline.errors import UsageError
 
 DEFAULT_ROLE = "operator"
 """Of whoever names none: a person at a command line. Services name theirs."""
-SEED, ACCESS_KEY, SECRET_KEY = ".nk", ".s3-access", ".s3-secret"
+SEED, CREDENTIALS, ACCESS_KEY, SECRET_KEY = ".nk", ".creds", ".s3-access", ".s3-secret"
 """After a role's name: its files in a folder of keys."""
 
 
@@ -26,7 +26,7 @@ class BusSettings(BaseModel):
     url: str = ""
     """nats://host:port[,…], tls:// where the connection must be encrypted; empty: `towline up` starts a server of its own."""
     keys_folder: str = ""
-    """A folder with ROLE.nk for each role, as `towline access nats` writes it: each process takes its own role's."""
+    """A folder with ROLE.nk or ROLE.creds for each role, as `towline access nats` writes it: each process takes its own."""
     nkey_seed_file: str = ""
     """An nkey's seed; comes before `keys_folder`."""
     credentials_file: str = ""
@@ -64,9 +64,17 @@ class BusSettings(BaseModel):
     @property
     def seed(self) -> str:
         """The nkey's seed: `nkey_seed_file`'s, or the role's; "" where another way to come is named, or none."""
+        if self.credentials:
+            return ""
         if self._by_folder:
             return read_secret(f"{self.keys_folder}/{self.acts_as}{SEED}", "bus.keys_folder")
         return read_secret(self.nkey_seed_file, "bus.nkey_seed_file")
+
+    @property
+    def credentials(self) -> str:
+        """The path of the user's token with its seed: `credentials_file`, or the role's where the folder has one; "" for none."""
+        own = f"{self.keys_folder}/{self.acts_as}{CREDENTIALS}" if self._by_folder else ""
+        return own if own and Path(own).is_file() else self.credentials_file
 
     @property
     def acts_as(self) -> str:

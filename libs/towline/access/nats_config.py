@@ -44,12 +44,15 @@ def users_config(accounts: Sequence[Account], tls: Tls | None = None) -> str:
             lines += [f"      # {role}", f"      {_user(key, permissions(role, account.runs))}"]
         lines += ["    ]", "  }"]
     lines.append("}")
-    if tls is not None:
-        lines += ["tls {", f"  cert_file: {json.dumps(tls.cert)}", f"  key_file: {json.dumps(tls.key)}"]
-        if tls.ca:
-            lines.append(f"  ca_file: {json.dumps(tls.ca)}")
-        lines += [f"  verify: {json.dumps(tls.verify)}", f"  timeout: {tls.seconds:g}", "}"]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + (tls_config(tls) if tls else "")
+
+
+def tls_config(tls: Tls) -> str:
+    """The server's `tls` block."""
+    lines = ["tls {", f"  cert_file: {json.dumps(tls.cert)}", f"  key_file: {json.dumps(tls.key)}"]
+    if tls.ca:
+        lines.append(f"  ca_file: {json.dumps(tls.ca)}")
+    return "\n".join([*lines, f"  verify: {json.dumps(tls.verify)}", f"  timeout: {tls.seconds:g}", "}"]) + "\n"
 
 
 def authorization_config(runs: Sequence[str], users: Mapping[str, str]) -> str:

@@ -32,7 +32,7 @@ def login(settings: BusSettings) -> dict[str, Any]:
         "user": settings.user,
         "password": settings.secret if settings.user else "",
         "token": settings.token.get_secret_value(),
-        "user_credentials": settings.credentials_file,
+        "user_credentials": settings.credentials,
         "nkeys_seed_str": settings.seed,
         "tls": _tls(settings) if settings.encrypted else None,
     }

@@ -26,6 +26,9 @@ def nats(
     out: Out,
     account: Annotated[str, typer.Option(help="The account's name: a tenant's. Accounts share nothing.")] = "towline",
     max_file_bytes: Annotated[int | None, typer.Option(min=1, help="What the account's streams may reserve.")] = None,
+    jwt: Annotated[
+        bool, typer.Option("--jwt", help="Users by signed tokens, accounts by an operator's: DIR/ACCOUNT/ROLE.creds.")
+    ] = False,
     tls_cert: Annotated[str, typer.Option(help="The server's certificate, a path on the server: adds a tls block.")] = "",
     tls_key: Annotated[str, typer.Option(help="Its key.")] = "",
     tls_ca: Annotated[str, typer.Option(help="Whose client certificates are asked for: with it, clients must show one.")] = "",
@@ -33,16 +36,24 @@ def nats(
 ) -> None:
     """Write DIR/nats.conf, a fragment of a nats-server's configuration with the users, and DIR/ROLE.nk, each role's nkey seed.
 
-    The fragment holds public keys alone. Services find their seed by bus.keys_folder = "DIR", or bus.nkey_seed_file.
+    The fragment holds public keys alone. Services find their seed by bus.keys_folder = "DIR", or bus.nkey_seed_file. With --jwt
+    each call adds a tenant, or renews one, and leaves the others as they are.
     """
     from towline.access.credentials import bus_users
-    from towline.access.nats_config import Account, Tls, users_config
+    from towline.access.nats_config import Account, Tls, tls_config, users_config
     from towline.access.roles import ROLES
+    from towline.access.tenants import write_tenant
 
     if bool(tls_cert) != bool(tls_key) or (tls_ca and not tls_cert):
         raise UsageError("--tls-cert and --tls-key go together, --tls-ca with both", code="access_tls")
-    users = bus_users(out, ROLES, anew=rotate)
     tls = Tls(tls_cert, tls_key, tls_ca, verify=bool(tls_ca)) if tls_cert else None
+    if jwt:
+        config = write_tenant(out, account, runs, max_file_bytes=max_file_bytes, anew=rotate)
+        (out / "nats.conf").write_text(config + (tls_config(tls) if tls else ""))
+        print(f"{out / 'nats.conf'}: the operator and all accounts in {out}; the server's configuration includes it")
+        print(f"{out / account}/ROLE.creds: its users' tokens for {', '.join(runs)}; bus.keys_folder = {str(out / account)!r}")
+        return
+    users = bus_users(out, ROLES, anew=rotate)
     config = users_config([Account(account, runs, users, max_file_bytes)], tls)
     (out / "nats.conf").write_text(config)
     print(f"{out / 'nats.conf'}: account {account} with {len(users)} users for {', '.join(runs)}; include it in the server's")
