@@ -8,6 +8,8 @@ rate                 samples a second that got into a batch, by arm
 cpu                  CPU seconds of buffer, rollouts and nats-server a thousand samples, by arm
 slowdown             1 - rate / plain's rate: the median of the rounds, with their quartiles (target: at most 0.03)
 cpu_ratio            the same of cpu, over plain's
+call_off_nanoseconds, traced_sample_microseconds   this process's time for one call where tracing is off, and for one sample's
+                     twelve spans where it is traced
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import threading
+import timeit
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -30,10 +33,12 @@ from typing import Any
 import psutil
 from loadtests.views.parts import Rollouts, Views, state_at
 
+from towline import spans
 from towline.bus.client import Bus
-from towline.config import BusSettings, Settings, StoreSettings
+from towline.config import BusSettings, Settings, StoreSettings, TelemetrySettings
 from towline.local.servers import NatsServer
 from towline.local.toml import settings_toml
+from towline.runtime.tracing import begin
 from towline.store.base import seed_base_state
 from towline.store.log import Log
 from towline.store.objects import open_store
@@ -152,7 +157,7 @@ async def measure(rate: float, rounds: int, seconds: float, trace_seconds: float
             for child in children:
                 await child.stop()
             await asyncio.to_thread(server.stop)
-    return _summary(windows, views, taken, rate, seconds)
+        return _summary(windows, views, taken, rate, seconds) | await asyncio.to_thread(span_cost, endpoint)
 
 
 async def _prepare(settings: Settings) -> None:
@@ -222,6 +227,24 @@ def _summary(
     }
     found["traced"] |= {"requests": len(taken), "megabytes": round(sum(taken) / 1e6, 2)}
     return found
+
+
+def span_cost(endpoint: str, repeats: int = 3000) -> dict[str, float]:
+    """One call where nothing is traced, and one sample's twelve spans where it is, in this process."""
+    off = min(timeit.repeat(lambda: spans.follow("task", None), number=100_000, repeat=3)) / 100_000
+    tracing = begin(TelemetrySettings(endpoint=endpoint, sample_ratio=1.0), service="bench", replica="0", run="r")
+    assert tracing is not None
+    headers = spans.Context(1, 2).headers
+
+    def sample() -> None:
+        with spans.follow("task", headers):
+            for _ in range(11):
+                with spans.child("part") as span:
+                    span.set(group=1, sample=2, tokens=512)
+
+    on = min(timeit.repeat(sample, number=repeats // 3, repeat=3)) / (repeats // 3)
+    tracing.close()
+    return {"call_off_nanoseconds": round(1e9 * off, 1), "traced_sample_microseconds": round(1e6 * on, 1)}
 
 
 def _spread(values: list[float]) -> dict[str, float]:
