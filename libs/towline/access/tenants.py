@@ -21,7 +21,7 @@ from towline.runtime.files import write_private
 
 SYSTEM = "system"
 _CONTROL_LINE_BYTES = 128 << 10
-"""A client sends its token in one line; the server's default of 4 KiB has no room for a run's permissions."""
+"""A client sends its token in one line; the server's default of 4 KiB is too little for some roles' permissions."""
 MOST_TOKEN_BYTES = _CONTROL_LINE_BYTES - (4 << 10)
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 
