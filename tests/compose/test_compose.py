@@ -82,6 +82,7 @@ def project(engine: Engine) -> Iterator[Project]:
         "TOWLINE_RUN": "compose-test",
         "TOWLINE_RUN__STEPS": "10000",  # it doesn't end before the test does
         "TOWLINE_GATEWAY_PORT": str(_free_port()),
+        "TOWLINE_PROMETHEUS_PORT": str(_free_port()),
         "TOWLINE_TAG": "compose-test",
     }
     if engine.private:
@@ -89,7 +90,8 @@ def project(engine: Engine) -> Iterator[Project]:
         assert torch is not None
         python = re.search(r":-([^}]+)", given["x-build"]["args"]["PYTHON_IMAGE"])
         assert python is not None
-        make_missing(engine, python[1], given["services"]["nats"]["image"], given["services"]["store"]["image"], torch[0])
+        nats, store, prometheus = (given["services"][name]["image"] for name in ("nats", "store", "prometheus"))
+        make_missing(engine, python[1], nats, store, prometheus, torch[0])
         environment["TOWLINE_TORCH_INDEX"] = ""
     found = Project(Engine(environment, engine.compose_command, engine.private), f"towline-test-{os.getpid()}")
     try:
@@ -98,7 +100,7 @@ def project(engine: Engine) -> Iterator[Project]:
         said = found.compose("logs", "--no-color", "--tail", "60")
         Path(os.environ.get("COMPOSE_TEST_LOG", "/tmp/compose-test.log")).write_text(said)
         found.engine.docker("rm", "--force", found.tools, check=False)
-        found.compose("down", "--volumes", "--timeout", "20")
+        found.compose("--profile", "observe", "down", "--volumes", "--timeout", "20")
     assert found.left_behind() == []
 
 
@@ -107,6 +109,7 @@ def test_a_run_in_containers(project: Project) -> None:
     project.compose("build", seconds=900)
     _say("up, with two workers")
     project.compose("up", "--detach", "--scale", "rollout-worker=2")
+    project.compose("--profile", "observe", "up", "--detach", "--no-recreate", "--no-deps", "prometheus")
     project.start_tools()
     _until(lambda: all(_health(one) == "healthy" for one in _running(project)), "all containers are healthy", 240, project)
     for container in project.containers():
@@ -114,6 +117,7 @@ def test_a_run_in_containers(project: Project) -> None:
         for bindings in (container["HostConfig"]["PortBindings"] or {}).values():
             assert [binding["HostIp"] for binding in bindings] == ["127.0.0.1"], container["Name"]
     _ask_the_gateway(project)
+    _until(lambda: _scraped(project) >= set(SERVICES), "Prometheus scrapes every service", 90, project)
 
     _say("a version of depth 5 acknowledged by all, and the reward moves")
     first = _until(lambda: _acknowledged(project, depth=5, replicas=2), "version 5 is acknowledged", 240, project)
@@ -157,6 +161,13 @@ def _ask_the_gateway(project: Project) -> None:
     answer = httpx.post(url, json=body, headers={"Authorization": f"Bearer {token}"}, timeout=120)
     assert answer.status_code == httpx.codes.OK, answer.text
     assert answer.json()["output_ids"]
+
+
+def _scraped(project: Project) -> set[str]:
+    """Services that Prometheus has figures of."""
+    url = f"http://127.0.0.1:{project.engine.environment['TOWLINE_PROMETHEUS_PORT']}/api/v1/targets"
+    targets = httpx.get(url, timeout=10).json()["data"]["activeTargets"]
+    return {target["labels"]["job"].removeprefix("towline-") for target in targets if target["health"] == "up"}
 
 
 def _acknowledged(project: Project, *, depth: int, replicas: int) -> dict[str, Any] | None:
