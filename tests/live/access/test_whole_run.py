@@ -1,4 +1,4 @@
-"""A whole run whose services each have a user of their own, over TLS, on servers that know the roles alone. Its audit is clean."""
+"""A whole run whose services each have their own user, over TLS, on servers that know the roles alone. Its audit is clean."""
 
 from __future__ import annotations
 
