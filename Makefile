@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 EXTRAS := torch,megatron,gateway,local,fast,checksums,plots,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gateway test-large test-ranks soak lint proto clean bench-weights staleness-study bench-views test-tracing bench-activation sglang-venv demo-sglang test-sglang test-replay test-megatron compose-test
+.PHONY: help setup demo test test-gateway test-large test-ranks soak lint proto clean bench-weights staleness-study bench-views test-tracing bench-activation sglang-venv demo-sglang demo-agent test-sglang test-replay test-megatron compose-test
 
 help:
 	@echo "make setup   the virtual environment (the other targets call it; nothing to do: under a second)"
@@ -26,6 +26,7 @@ help:
 	@echo "make staleness-study   reward against max_staleness, with and without correction: ten runs, a figure (ARGS='--seeds 2')"
 	@echo "make sglang-venv   an SGLang that serves on a CPU, in .venv-sglang (2.7 GB; on a GPU machine: pip install sglang)"
 	@echo "make demo-sglang   the demo with SGLang as its engine, on a CPU (STEPS=50)"
+	@echo "make demo-agent   an OpenAI client with a calculator whose sessions train the policy (examples/agent; a few minutes)"
 	@echo "make test-sglang   the tests on real SGLang servers (minutes)"
 	@echo "make test-ranks   DDP and FSDP2 over two ranks with every option (a minute or two)"
 	@echo "make test-replay     replays: bit by bit, over two ranks, into a second trainer; bundles, traces"
@@ -115,6 +116,9 @@ $(SGLANG_VENV)/.stamp: $(SGLANG)
 STEPS ?= 50
 demo-sglang: setup sglang-venv
 	@$(BIN)/towline up examples/demo.toml --engine sglang --run demo-sglang --steps $(STEPS)
+
+demo-agent: setup
+	@$(BIN)/python examples/agent/demo.py
 
 test-sglang: setup sglang-venv
 	@$(BIN)/pytest --quiet -m sglang tests/sglang

@@ -59,6 +59,10 @@ class Claims:
                 group.create_task(self.feed.run())
                 group.create_task(self._lane.run())
 
+    def drain(self) -> None:
+        """Bind no more; sessions that stand are the other gateways'."""
+        self._lane.close("the gateway is draining")
+
     @property
     def open(self) -> bool:
         return self._settings.buffer.session_groups > 0
@@ -168,7 +172,7 @@ class Claims:
             except NotReady as error:
                 refusal = error
             left = until - time.monotonic()
-            if left <= 0:
+            if left <= 0 or self._lane.closed:
                 raise refusal
             await self._fleet.wait(min(left, WAIT_SECONDS))
             if time.monotonic() - told > self.ack_wait_seconds * IN_PROGRESS_SHARE:

@@ -29,9 +29,13 @@ class Lane:
         self._wanted = asyncio.Event()
         self._away = ""
         """Why nothing can be pulled; empty while it can."""
+        self._closed = ""
 
     async def take(self, seconds: float) -> Delivery | None:
-        """The next task, for this caller alone; None where none came in time. `UnavailableError` while the bus is away."""
+        """The next task, for this caller alone; None where none came in time. `UnavailableError` while the bus is away, and once
+        the lane is closed."""
+        if self._closed:
+            raise UnavailableError(self._closed, code="lane_closed")
         mine: asyncio.Future[Delivery] = asyncio.get_running_loop().create_future()
         self._waiting.append(mine)
         self._wanted.set()
@@ -49,8 +53,18 @@ class Lane:
         finally:
             with contextlib.suppress(ValueError):
                 self._waiting.remove(mine)
-            if mine.done() and not mine.cancelled() and not taken:
+            if mine.done() and not mine.cancelled() and mine.exception() is None and not taken:
                 await mine.result().nak()  # it came in the moment in which its taker gave up
+
+    def close(self, why: str) -> None:
+        """Give no more tasks; who waits hears why at once."""
+        self._closed = why
+        while (taker := self._next()) is not None:
+            taker.set_exception(UnavailableError(why, code="lane_closed"))
+
+    @property
+    def closed(self) -> str:
+        return self._closed
 
     async def run(self) -> NoReturn:
         consumer: Consumer | None = None

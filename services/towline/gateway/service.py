@@ -114,6 +114,7 @@ class GatewayService(Service):
                 task.result()
         finally:
             self.health.not_ready("draining")
+            self._claims.drain()
             drains = max(self.settings.service.drain_seconds - 2.0, 0.5)
             await asyncio.gather(self._server.close(drains), *([self._grpc.close(drains)] if self._grpc is not None else []))
             for task in (*parts, ending):

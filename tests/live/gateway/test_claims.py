@@ -425,3 +425,19 @@ async def test_a_task_nobody_can_read_is_a_dead_letter_and_holds_up_nothing(scen
     assert talk.name == session_name(scene.world.run, sequence)
     assert talk.name in await bus.kv(SESSIONS).items()
     await settled(scene, 1)
+
+
+async def test_a_claim_that_waits_at_a_gateway_that_leaves_is_told_so_at_once(scene: Scene) -> None:
+    seed_chat(scene)
+    await scene.worker(engine="synthetic")
+    client = await scene.gateway(buffer=BUFFER)
+    waiting = asyncio.create_task(claim(client, 60))
+
+    async def waits() -> bool:
+        return bool(scene._gateways[0][0]._claims._lane._waiting)
+
+    await until(waits)
+    scene._gateways[0][1].cancel()
+    answer = await waiting
+    one_line(answer, 503, "draining")
+    assert answer.headers["retry-after"] == "1"
