@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable
 
 from towline.config import GatewaySettings
+from towline.gateway.answers import invalid
 from towline.gateway.desk import Desk
 from towline.gateway.grpc_messages import News, body_of, identity, sample_of
 from towline.gateway.grpc_status import Context, Guard, metadata
@@ -61,6 +62,8 @@ class Rollouts(RolloutServiceServicer):
         return job
 
     def _waits(self, request: pb.GenerateRequest, context: Context) -> float:
+        if not request.wait_seconds >= 0:  # nor NaN
+            raise invalid(f"wait_seconds: {request.wait_seconds:g} isn't a time")
         bounds = [request.wait_seconds, self._settings.max_wait_seconds]
         if (left := context.time_remaining()) is not None:
             bounds.append(left - SPARE_SECONDS)

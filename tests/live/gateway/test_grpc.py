@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ from google.rpc.error_details_pb2 import RetryInfo
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from live.gateway.conftest import Scene, spell
 from support.waiting import until
@@ -117,6 +120,7 @@ async def test_versions_bind_and_refusals_are_statuses_with_their_details(scene:
             (asked(sampling=pb.SamplingParams(temperature=-1)), "temperature"),
             (asked(sampling=pb.SamplingParams(temperature=float("nan"))), "temperature"),
             (asked(sampling=pb.SamplingParams(max_new_tokens=100_000)), "context"),
+            (asked(wait_seconds=float("nan"), weight_version=pb.VersionConstraint(exact_version=9)), "wait_seconds"),
             (pb.GenerateRequest(prompts=[pb.Prompt(tokens=pb.TokenIds(ids=[-3]))]), "input_ids"),
         ):
             error, refusal, delay = await refused(stub.Generate(broken))
@@ -248,3 +252,65 @@ async def test_health_reflection_and_the_versions_as_they_come(scene: Scene) -> 
             one.name for one in listed.list_services_response.service
         }
         reading.cancel()
+
+
+ODD_TEXT = st.text(max_size=20)
+ODD_NUMBER = st.integers(-(2**31), 2**31 - 1)
+ODD_FLOAT = st.floats(allow_nan=True, width=64)
+ODD_SAMPLING: dict[str, st.SearchStrategy[Any]] = {
+    "n": st.integers(0, 2**32 - 1), "max_new_tokens": st.integers(0, 2**32 - 1), "temperature": ODD_FLOAT, "top_p": ODD_FLOAT,
+    "top_k": ODD_NUMBER, "seed": st.integers(-(2**63), 2**63 - 1), "stop": st.lists(ODD_TEXT, max_size=20),
+    "stop_token_ids": st.lists(ODD_NUMBER, max_size=5), "ignore_eos": st.booleans(), "skip_special_tokens": st.booleans(),
+    "keep_stop": st.booleans(),
+}  # fmt: skip
+ODD_PROMPT = st.one_of(
+    st.builds(pb.Prompt, text=ODD_TEXT),
+    st.builds(pb.Prompt, tokens=st.builds(pb.TokenIds, ids=st.lists(ODD_NUMBER | st.integers(0, 60), max_size=5))),
+    st.just(pb.Prompt()),
+)
+ODD_REQUEST = st.builds(
+    pb.GenerateRequest,
+    prompts=st.lists(ODD_PROMPT, max_size=3),
+    sampling=st.fixed_dictionaries({}, optional=ODD_SAMPLING).map(lambda fields: pb.SamplingParams(**fields)),
+    weight_version=st.none()
+    | st.builds(pb.VersionConstraint, min_version=st.integers(-(2**63), 2**63 - 1))
+    | st.builds(pb.VersionConstraint, exact_version=st.integers(-1, 3)),
+    wait_seconds=ODD_FLOAT,
+    session=ODD_TEXT,
+)
+ODD_KEY = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=300)
+
+
+async def check_odd(scene: Scene, examples: int) -> Counter[grpc.StatusCode]:
+    scene.seed()
+    await scene.worker(engine="synthetic", gateway={"waiting": 1000})
+    await scene.gateway(grpc_port=0, max_wait_seconds=0.1, max_choices=8)
+    found: Counter[grpc.StatusCode] = Counter()
+    address = scene.grpc_address
+
+    @given(request=ODD_REQUEST, key=st.none() | ODD_KEY)
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    def send(request: pb.GenerateRequest, key: str | None) -> None:
+        code = grpc.StatusCode.OK
+        try:
+            stub.Generate(request, timeout=20, metadata=() if key is None else (("idempotency-key", key),))
+        except grpc.RpcError as error:
+            code = error.code()
+        found[code] += 1
+        assert code not in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED), request
+
+    with grpc.insecure_channel(address) as channel:
+        stub = RolloutServiceStub(channel)
+        await asyncio.to_thread(send)
+    return found
+
+
+async def test_odd_requests_are_refused_by_name_and_break_nothing(scene: Scene) -> None:
+    found = await check_odd(scene, 60)
+    assert found[grpc.StatusCode.INVALID_ARGUMENT] > 20
+
+
+@pytest.mark.slow
+async def test_thousands_of_odd_requests_break_nothing(scene: Scene) -> None:
+    found = await check_odd(scene, 3000)
+    assert found[grpc.StatusCode.OK] > 20
