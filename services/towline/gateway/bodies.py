@@ -30,6 +30,12 @@ def _only(*values: Any) -> Callable[[Any], Any]:
     return check
 
 
+def _sampled_alone(value: int) -> int:
+    if value != 0:
+        raise ValueError("the engines tell the sampled token's logprob alone, no other tokens': leave it out, or give 0")
+    return value
+
+
 def _kept(value: Any) -> Any:
     """As a record can keep it: MessagePack's integers have 64 bits."""
     try:
@@ -118,7 +124,7 @@ class GenerateBody(_Bound):
     rid: Annotated[str, Field(max_length=200)] | list[Annotated[str, Field(max_length=200)]] | None = None
     return_logprob: bool = False
     logprob_start_len: Annotated[int, AfterValidator(_only(-1))] = -1
-    top_logprobs_num: NoPenalty = 0
+    top_logprobs_num: Annotated[int, AfterValidator(_sampled_alone)] = 0
     token_ids_logprob: None = None
     return_text_in_logprobs: bool = False
     incremental_streaming_output: bool = False
@@ -231,7 +237,7 @@ class TextPart(_Body):
 class _Chat(_OpenAI):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, AfterValidator(_only(0))] | None = None
+    top_logprobs: Annotated[int, AfterValidator(_sampled_alone)] | None = None
     response_format: TextFormat | None = None
 
 
