@@ -84,6 +84,7 @@ def project(engine: Engine) -> Iterator[Project]:
         "TOWLINE_GATEWAY_PORT": str(_free_port()),
         "TOWLINE_PROMETHEUS_PORT": str(_free_port()),
         "TOWLINE_TAG": "compose-test",
+        "LOAD_REQUESTS": "60",
     }
     if engine.private:
         torch = re.search(r"^torch==\S+", (FOLDER.parent / "constraints.txt").read_text(), re.MULTILINE)
@@ -132,6 +133,10 @@ def test_a_run_in_containers(project: Project) -> None:
     project.compose("up", "--detach", "--no-recreate", "--scale", "rollout-worker=4")
     depth = max(first["acknowledged"].values())
     _until(lambda: _acknowledged(project, depth=depth + 1, replicas=4), "four workers acknowledge", 240, project)
+
+    _say("load on the gateway")
+    told = json.loads(project.compose("--profile", "load", "run", "--rm", "load").splitlines()[-1])
+    assert (told["requests"], told["failed"]) == (60, 0), told
 
     _say("one worker: the others hand over what they have and end with 0")
     before = {one["Id"] for one in project.containers("rollout-worker")}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -43,8 +42,10 @@ async def _server(path: Path, environment: dict[str, str], port: int) -> AsyncIt
 @pytest.fixture
 async def both(tmp_path: Path) -> AsyncIterator[tuple[BusSettings, BusSettings]]:
     """Home's and leaf's addresses, with the users of `towline access nats` on both."""
-    command = [BINARIES / "towline", "access", "nats", "--run", RUN, "--out", tmp_path / "access"]
-    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
+    making = await asyncio.create_subprocess_exec(
+        BINARIES / "towline", "access", "nats", "--run", RUN, "--out", tmp_path / "access", stdout=asyncio.subprocess.DEVNULL
+    )
+    assert await making.wait() == 0
     leaf_seed = tmp_path / "leaf.nk"
     leaf_seed.write_text(new_seed(nkeys.PREFIX_BYTE_USER))
     home_port, door, leaf_port = (_free_port() for _ in range(3))
