@@ -57,6 +57,7 @@ class Claims:
         if self.open:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.feed.run())
+                await self.feed.caught_up.wait()  # what was taken back already is given to nobody
                 group.create_task(self._lane.run())
 
     def drain(self) -> None:

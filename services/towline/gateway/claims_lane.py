@@ -27,7 +27,7 @@ class Lane:
         self._bus, self._most, self._ack_wait_seconds = bus, most_claims, ack_wait_seconds
         self._waiting: deque[asyncio.Future[Delivery]] = deque()
         self._wanted = asyncio.Event()
-        self._away = ""
+        self._away = "lane session isn't read yet"
         """Why nothing can be pulled; empty while it can."""
         self._closed = ""
 
