@@ -239,6 +239,7 @@ class _Chat(_OpenAI):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, AfterValidator(_sampled_alone)] | None = None
     response_format: TextFormat | None = None
+    parallel_tool_calls: Annotated[bool, AfterValidator(_only(True))] | None = None
 
 
 class ChatBody(_Chat):

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from live.gateway.conftest import Scene, spell
+from live.gateway.conftest import Scene, events, spell
+from live.gateway.test_claims import BUFFER, admit
 from live.gateway.test_sessions import seed_chat
 from support.proxy import proxied
 from towline.client.gateway import AsyncGateway, Gateway
@@ -63,6 +64,33 @@ async def test_a_session_from_its_opening_to_its_sample_by_both_clients(scene: S
                 gateway.view_session(other)
 
     await asyncio.to_thread(sync)
+
+
+async def test_a_claimed_task_s_session_becomes_its_sample_with_a_streamed_turn_in_it(scene: Scene) -> None:
+    seed_chat(scene)
+    await scene.worker(engine="synthetic")
+    http = await scene.gateway(buffer=BUFFER)
+    async with AsyncGateway(str(http.base_url), model=scene.world.run) as gateway:
+        assert await gateway.claim() is None
+        await admit(scene, 5, 1)
+        claimed = await gateway.claim(environment="agent", wait_seconds=20, key="claim")
+        assert claimed is not None
+        assert (claimed["task"]["group"], claimed["task"]["sample"]) == (5, 1)
+        assert await gateway.claim(environment="agent", wait_seconds=20, key="claim") == claimed, "a repeat is the same claim"
+        session, talk = claimed["id"], [{"role": "user", "content": "hi"}]
+        said = await gateway.turn(session, talk, max_tokens=6)
+        talk += [said.message, {"role": "user", "content": "more"}]
+        body = {"model": scene.world.run, "messages": talk, "max_tokens": 6, "stream": True}
+        async with http.stream("POST", f"/sessions/{session}/v1/chat/completions", json=body) as response:
+            told = [event async for event in events(response)]
+        assert told[-1] == "DONE"
+        assert (told[-2]["session"]["turns"], told[-2]["session"]["mismatches"]) == (2, {})
+        view = await gateway.view_session(session)
+        done = await gateway.finish(session)
+        sampled = sum(len(node["tokens"]) for node in view["nodes"] if node["kind"] == "policy")
+        assert (done["group"], done["sample"], done["policy_tokens"]) == (5, 1, sampled)
+        (trajectory,) = (await scene.world.trajectories()).values()
+        assert trajectory.tokens.tolist() == view["tokens"]
 
 
 async def test_versions_are_told_and_waited_for(scene: Scene) -> None:
