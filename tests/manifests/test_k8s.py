@@ -200,3 +200,25 @@ def test_the_bus_takes_its_configuration(conf: str, tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=30,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_makes_every_secret_that_a_pod_mounts_of_files_that_there_are(tmp_path: Path) -> None:
+    readme = (FOLDER / "README.md").read_text()
+    commands = re.findall(r"towline (access \w+ [^&\n]+)", readme)
+    assert len(commands) == 2
+    for command in commands:
+        arguments = command.replace("--out keys", f"--out {tmp_path}").split()
+        subprocess.run([Path(sys.executable).with_name("towline"), *arguments], check=True, capture_output=True, timeout=60)
+    (looped,) = re.findall(r"for role in ([\w\s-]+);", readme)
+    made = {f"towline-{role}" for role in looped.split()} | set(re.findall(r"generic (towline-\w+) --from", readme))
+    files = {
+        name.replace("$role", role) for role in looped.split() for name in re.findall(r"--from-file=keys/([$\w.-]+)", readme)
+    }
+    drawn = {"service.token", "tenant.token"}
+    assert {name for name in files - drawn if not (tmp_path / name).is_file()} == set()
+    mounted = {
+        volume["secret"]["secretName"] for _, spec in pod_specs(folder("dev")) for volume in spec["volumes"] if "secret" in volume
+    }
+    assert mounted <= made
+    shared = config_map(folder("dev"), "towline-environment")
+    assert f"--prefix {shared['TOWLINE_STORE__URL'].rpartition('/')[2]}" in readme
