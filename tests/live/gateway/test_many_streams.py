@@ -7,11 +7,15 @@ import asyncio
 import random
 from typing import Any
 
+import grpc
+import grpc.aio
 import httpx
 import pytest
 
 from live.gateway.conftest import Scene, events
 from support.waiting import until
+from towline.pb import rollout_pb2 as pb
+from towline.pb.rollout_pb2_grpc import RolloutServiceStub
 from unit.engine.models import plain_logprobs
 
 STREAMS = 200
@@ -38,6 +42,29 @@ async def stream(client: httpx.AsyncClient, seed: int, count: int, bound: dict[s
             found["spans"] += event["meta_info"]["spans"]
             found["finish"] = event["meta_info"]["finish_reason"]
     return found
+
+
+async def stream_over_grpc(channel: grpc.aio.Channel, seed: int, count: int, bound: dict[str, int]) -> dict[str, Any]:
+    """The same, told the same way."""
+    prompt = [1 + seed % 50, 2, 3]
+    request = pb.GenerateRequest(
+        prompts=[pb.Prompt(tokens=pb.TokenIds(ids=prompt))], weight_version=pb.VersionConstraint(**bound), wait_seconds=8,
+        sampling=pb.SamplingParams(max_new_tokens=count, seed=seed, ignore_eos=True),
+    )  # fmt: skip
+    found: dict[str, Any] = {"bound": bound, "prompt": prompt, "tokens": [], "logprobs": [], "spans": []}
+    try:
+        async for event in RolloutServiceStub(channel).StreamGenerate(request):
+            (sample,) = event.samples
+            found["tokens"] += sample.tokens
+            found["logprobs"] += sample.logprobs
+            found["spans"] += [[span.start, span.end, span.version, span.cut] for span in sample.spans]
+            superseded = sample.finish == pb.FINISH_REASON_SUPERSEDED
+            found["finish"] = {"type": "abort" if superseded else str(sample.finish), "err_type": "superseded"}
+    except grpc.aio.AioRpcError as error:
+        if error.code() != grpc.StatusCode.FAILED_PRECONDITION:
+            raise
+        return found | {"status": 409}
+    return found | {"status": 200, "done": True}
 
 
 def check(scene: Scene, found: dict[str, Any], count: int, *, exact_logprobs: bool) -> None:
@@ -67,12 +94,15 @@ def check(scene: Scene, found: dict[str, Any], count: int, *, exact_logprobs: bo
                 assert found["logprobs"][start:end] == pytest.approx(expected[start:end], abs=2e-3), (version, start, end)
 
 
-async def run(scene: Scene, *, versions: int, count: int, seconds: float, exact_logprobs: bool, **rollout: Any) -> None:
+async def run(
+    scene: Scene, *, versions: int, count: int, seconds: float, exact_logprobs: bool, over_grpc: bool = False, **rollout: Any
+) -> None:
     scene.seed()
     commits = []
     for name in ("a", "b"):
         await scene.worker(name, slots=64, gateway={"exact_hold_seconds": 0.5, "waiting": 400}, **rollout)
-    client = await scene.gateway()
+    client = await scene.gateway(**({"grpc_port": 0} if over_grpc else {}))
+    channel = grpc.aio.insecure_channel(scene.grpc_address) if over_grpc else None
     draw = random.Random(7)
     served = [0]
     tasks: set[asyncio.Task[None]] = set()
@@ -89,7 +119,11 @@ async def run(scene: Scene, *, versions: int, count: int, seconds: float, exact_
     async def one(seed: int) -> None:
         kind = seed % 3
         bound = {} if kind == 0 else {"min_version": served[-1]} if kind == 1 else {"exact_version": served[-1]}
-        answers.append(await stream(client, seed, draw.randint(count // 2, count) if not bound else count, bound))
+        wanted = draw.randint(count // 2, count) if not bound else count
+        if channel is not None:
+            answers.append(await stream_over_grpc(channel, seed, wanted, bound))
+        else:
+            answers.append(await stream(client, seed, wanted, bound))
 
     training = asyncio.create_task(trainer())
     seed = 0
@@ -103,6 +137,8 @@ async def run(scene: Scene, *, versions: int, count: int, seconds: float, exact_
                 task.result()
         await asyncio.gather(*tasks)
     await training
+    if channel is not None:
+        await channel.close()
     assert len(answers) == seed >= STREAMS
     moved = 0
     for found in answers:
@@ -116,10 +152,17 @@ async def run(scene: Scene, *, versions: int, count: int, seconds: float, exact_
     await until(lambda: not any(one.worker.busy for one in scene.workers.values()))
 
 
-@pytest.mark.parametrize("versions", [2, pytest.param(10, marks=pytest.mark.slow)])
-async def test_200_streams_through_two_synthetic_replicas_while_versions_activate(scene: Scene, versions: int) -> None:
-    arguments = {"tokens_per_second": 60.0, "pause_seconds": 0.05}
-    await run(scene, versions=versions, count=60, seconds=1.0, exact_logprobs=False, engine="synthetic", arguments=arguments)
+@pytest.mark.parametrize(
+    ("versions", "over_grpc"),
+    [(2, False), pytest.param(10, False, marks=pytest.mark.slow), pytest.param(5, True, marks=pytest.mark.slow)],
+)
+async def test_200_streams_through_two_synthetic_replicas_while_versions_activate(
+    scene: Scene, versions: int, over_grpc: bool
+) -> None:
+    await run(
+        scene, versions=versions, count=60, seconds=1.0, exact_logprobs=False, over_grpc=over_grpc, engine="synthetic",
+        arguments={"tokens_per_second": 60.0, "pause_seconds": 0.05},
+    )  # fmt: skip
 
 
 @pytest.mark.slow
