@@ -1,10 +1,10 @@
 """What watching a run costs it: python -m loadtests.views [--rate N] [--rounds N] [--seconds N] [--check]; one JSON object.
 
 Trajectories at `rate` a second go through a real buffer on a real nats-server. Three arms take turns in windows of `seconds`, in
-an order drawn anew each round: `plain`; `views` (`towline top`, the live view of `towline up` and two readers of traces, in a
-process of their own); `traced` (spans at ratio 0.01, exported over OTLP). Each round gives every arm's ratio to its own `plain`.
+an order drawn anew each round: `plain`; `views` (`towline top` and the live view of `towline up` in one process, two readers of
+`towline trace` in another); `traced` (spans at ratio 0.01, exported over OTLP). Each round compares with its own `plain`.
 
-rate                 samples a second that got into a batch, by arm
+rate                 trajectories a second, durable and scored, by arm
 cpu                  CPU seconds of buffer, rollouts and nats-server a thousand samples, by arm
 slowdown             1 - rate / plain's rate: the median of the rounds, with their quartiles (target: at most 0.03)
 cpu_ratio            the same of cpu, over plain's
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from loadtests.views.parts import Rollouts, Views, state_at
+from loadtests.views.parts import Readers, Rollouts, state_at
 
 from towline import spans
 from towline.bus.client import Bus
@@ -144,7 +144,7 @@ async def measure(rate: float, rounds: int, seconds: float, trace_seconds: float
             await _prepare(settings)
             config = folder / "run.toml"
             config.write_text(settings_toml(settings))
-            for name in ("buffer", "rollouts", "views"):
+            for name in ("buffer", "rollouts", "screens", "readers"):
                 children.append(
                     await Child.start(name, str(config), endpoint, f"--rate={rate}", f"--trace-seconds={trace_seconds}")
                 )
@@ -152,7 +152,7 @@ async def measure(rate: float, rounds: int, seconds: float, trace_seconds: float
             nats = psutil.Process(server.pid)
             await _until_it_runs(children[0])
             windows = [await _round(children, nats, order.sample(ARMS, len(ARMS)), seconds) for _ in range(rounds)]
-            views = await children[2].counts()
+            views = await children[2].counts() | await children[3].counts()
         finally:
             for child in children:
                 await child.stop()
@@ -255,9 +255,9 @@ def _spread(values: list[float]) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=Rollouts.rate, help="trajectories a second that are offered")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each window")
-    parser.add_argument("--trace-seconds", type=float, default=Views.trace_seconds, help="between two traces of one reader")
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each window")
+    parser.add_argument("--trace-seconds", type=float, default=Readers.trace_seconds, help="between two traces of one reader")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check", action="store_true", help=f"fail where an arm is slower by more than {MOST_SLOWDOWN:.0%}")
     given = parser.parse_args()

@@ -14,7 +14,6 @@ import random
 import resource
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -234,17 +233,16 @@ class Rollouts(Part):
 
 
 class Views(Part):
-    """`towline top`, `towline up`'s live view and `towline trace`, on screens that nobody sees; only while their arm runs."""
-
-    trace_seconds = 5.0
+    """Works while its arm runs."""
 
     async def work(self) -> None:
-        self.counts = {"frames": 0.0, "lines": 0.0, "traces": 0.0, "trace_seconds": 0.0}
-        self._seen: deque[tuple[int, int]] = deque(maxlen=2000)
         self._on = asyncio.Event()
         async with asyncio.TaskGroup() as group:
-            for work in (self._top, self._live, self._traces, self._traces):
-                group.create_task(self._while_on(work))
+            for view in self.views():
+                group.create_task(self._while_on(view))
+
+    def views(self) -> tuple[Callable[[], Any], ...]:
+        raise NotImplementedError
 
     def turn(self, arm: str) -> None:
         self.arm = arm
@@ -262,6 +260,14 @@ class Views(Part):
                 print(f"view: {error.message}", file=sys.stderr, flush=True)
                 await asyncio.sleep(0.5)
 
+
+class Screens(Views):
+    """`towline top` and `towline up`'s live view, on screens that nobody sees."""
+
+    def views(self) -> tuple[Callable[[], Any], ...]:
+        self.counts = {"frames": 0.0}
+        return self._top, self._live
+
     async def _top(self) -> None:
         screen = Screen(self.run, self.settings.run.steps, self.settings.buffer.max_staleness, FigureBook())
         with Live(console=_console(), refresh_per_second=4, screen=True) as live:
@@ -278,8 +284,17 @@ class Views(Part):
                 view.show(
                     progress_of(book, steps=self.settings.run.steps, max_staleness=self.settings.buffer.max_staleness), book
                 )
-                self.counts["lines"] += 1
                 await asyncio.sleep(LOOK_SECONDS)
+
+
+class Readers(Views):
+    """Two people who look at one sample after the other (`towline trace`)."""
+
+    trace_seconds = 10.0
+
+    def views(self) -> tuple[Callable[[], Any], ...]:
+        self.counts = {"traces": 0.0, "trace_seconds": 0.0}
+        return self._traces, self._traces
 
     async def _traces(self) -> None:
         while self._on.is_set():
@@ -334,7 +349,7 @@ def score_of(task: Task, task_sequence: int, sequence: int, data: bytes, version
     )  # fmt: skip
 
 
-PARTS: Mapping[str, type[Part]] = {"buffer": Buffer, "rollouts": Rollouts, "views": Views}
+PARTS: Mapping[str, type[Part]] = {"buffer": Buffer, "rollouts": Rollouts, "screens": Screens, "readers": Readers}
 
 
 async def run_part(name: str, config: Path, endpoint: str) -> None:
@@ -360,7 +375,7 @@ if __name__ == "__main__":
     parser.add_argument("config", type=Path)
     parser.add_argument("endpoint")
     parser.add_argument("--rate", type=float, default=Rollouts.rate)
-    parser.add_argument("--trace-seconds", type=float, default=Views.trace_seconds)
+    parser.add_argument("--trace-seconds", type=float, default=Readers.trace_seconds)
     given = parser.parse_args()
-    Rollouts.rate, Views.trace_seconds = given.rate, given.trace_seconds
+    Rollouts.rate, Readers.trace_seconds = given.rate, given.trace_seconds
     uvloop.run(run_part(given.part, given.config, given.endpoint))
