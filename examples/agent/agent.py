@@ -36,21 +36,15 @@ WAIT = {"Prefer": "wait=10"}
 class Agent:
     """Claims and answers, over and over. `counts` says what became of its sessions."""
 
-    def __init__(
-        self, url: str, *, conversations: int = CONVERSATIONS, transport: httpx.AsyncBaseTransport | None = None
-    ) -> None:
+    def __init__(self, url: str, *, conversations: int = CONVERSATIONS) -> None:
         self.counts: Counter[str] = Counter()
         self._conversations, self._gone = conversations, asyncio.Event()
-        limits = httpx.Limits(max_connections=None)
-        self._http = httpx.AsyncClient(base_url=url, timeout=60.0, transport=transport, limits=limits)
-        # One pool of connections for all of it: OpenAI's client takes ours.
-        self._openai = openai.AsyncOpenAI(
-            base_url=url, api_key="none", max_retries=5, http_client=self._http, default_headers=WAIT
-        )
+        self._http = httpx.AsyncClient(base_url=url, timeout=60.0)
+        self._openai = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=5, timeout=60.0, default_headers=WAIT)
 
     async def run(self) -> None:
         """Until the gateway goes away, as it does at the run's end."""
-        async with self._http:
+        async with self._http, self._openai:
             await asyncio.gather(*(self._over_and_over() for _ in range(self._conversations)))
 
     async def _over_and_over(self) -> None:

@@ -7,10 +7,11 @@ import importlib
 import json
 import random
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import httpx
 import numpy as np
 import pytest
 
@@ -84,35 +85,54 @@ def test_the_reward_is_half_for_the_right_call_and_half_for_the_right_answer(mod
     assert judged(task, [([*said, *told("82"), *answer("82")], 1)]).value == 0.0, "a result that the policy wrote itself"
 
 
-async def test_the_agent_calls_its_tool_and_finishes_until_the_gateway_is_gone(modules: Any) -> None:
-    agent = modules("agent")
-    seen: list[tuple[str, Any]] = []
+class Gateway(BaseHTTPRequestHandler):
+    """A stand-in: nothing to claim, then one task, then it's gone."""
 
-    def gateway(request: httpx.Request) -> httpx.Response:
-        path, body = request.url.path, json.loads(request.content or b"{}")
-        seen.append((path, body))
-        claims = [one for one, _ in seen if one == "/tasks/claim"]
-        if path == "/tasks/claim" and len(claims) == 1:
-            return httpx.Response(204, headers={"Retry-After": "0"})
-        if path == "/tasks/claim" and len(claims) == 2:
-            known = {"id": "s", "base_url": "/sessions/s/v1", "model": "run", "reference": {"question": "37+45"}}
-            return httpx.Response(201, json=known)
-        if path == "/tasks/claim":
-            raise httpx.ConnectError("gone")
-        if path == "/sessions/s/finish":
-            return httpx.Response(200, json={})
+    seen: ClassVar[list[tuple[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+        self.seen.append((self.path, body))
+        claims = sum(path == "/tasks/claim" for path, _ in self.seen)
+        if self.path == "/sessions/s/finish":
+            self._answer(200, {})
+        elif self.path != "/tasks/claim":
+            self._answer(200, self._turn(body["messages"]))
+        elif claims == 1:
+            self._answer(204, None, ("Retry-After", "0"))
+        elif claims == 2:
+            self._answer(201, {"id": "s", "base_url": "/sessions/s/v1", "model": "run", "reference": {"question": "37+45"}})
+        else:
+            self.close_connection = True
+
+    def _turn(self, messages: list[Any]) -> dict[str, Any]:
         said: dict[str, Any] = {"role": "assistant", "content": "82"}
-        if len(body["messages"]) == 1:
+        if len(messages) == 1:
             function = {"name": "calculator", "arguments": '{"expression": "37+45"}'}
             said = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]}
         choice = {"index": 0, "finish_reason": "stop", "message": said}
-        return httpx.Response(
-            200, json={"id": "c", "object": "chat.completion", "created": 1, "model": "run", "choices": [choice]}
-        )
+        return {"id": "c", "object": "chat.completion", "created": 1, "model": "run", "choices": [choice]}
 
-    mine = agent.Agent("http://gateway", conversations=1, transport=httpx.MockTransport(gateway))
-    await mine.run()
-    turns = [body["messages"] for path, body in seen if path == "/sessions/s/v1/chat/completions"]
+    def _answer(self, status: int, tree: Any, *headers: tuple[str, str]) -> None:
+        data = b"" if tree is None else json.dumps(tree).encode()
+        self.send_response(status)
+        for name, value in (*headers, ("Content-Type", "application/json"), ("Content-Length", str(len(data)))):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+async def test_the_agent_calls_its_tool_and_finishes_until_the_gateway_is_gone(modules: Any) -> None:
+    Gateway.seen.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        mine = modules("agent").Agent(f"http://127.0.0.1:{server.server_port}", conversations=1)
+        await mine.run()
+        server.shutdown()
+    turns = [body["messages"] for path, body in Gateway.seen if path == "/sessions/s/v1/chat/completions"]
     assert [len(messages) for messages in turns] == [1, 3]
     assert turns[1][2] == {"role": "tool", "tool_call_id": "1", "content": "82"}
     assert mine.counts == {"no task (204)": 1, "turns": 2, "calls": 1, "finished": 1}
