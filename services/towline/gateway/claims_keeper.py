@@ -33,6 +33,8 @@ class Keeper:
         self._bus, self._store, self._claims, self._finisher = bus, store, claims, finisher
         self._every = min(every_seconds, claims.ack_wait_seconds * IN_PROGRESS_SHARE)
         self._told: dict[str, float] = {}
+        self.open = 0
+        """Claimed sessions of all gateways, at the last look: those that are neither finished nor given up."""
 
     async def run(self) -> NoReturn:
         while True:
@@ -46,6 +48,7 @@ class Keeper:
         """Over all of them, once."""
         entries = {name: entry for name, entry in (await self._store.entries()).items() if entry.claim is not None}
         self._told = {name: at for name, at in self._told.items() if name in entries}
+        self.open = sum(entry.state not in ("finished", "ended") for entry in entries.values())
         for name, entry in entries.items():
             try:
                 await self._look_at(name, entry)

@@ -89,6 +89,7 @@ class GatewayService(Service):
             **({} if self.grpc_port is None else {"grpc_port": self.grpc_port}),
             "running": self.api.metering.running,
             "continued": self._sampler.continued,
+            **({"claims_open": self._keeper.open} if self._claims.open else {}),
             "versions": {str(version): count for version, count in self._fleet.versions().items()},
         }
 

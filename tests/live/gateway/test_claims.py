@@ -11,8 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
+import schemathesis
 
 from live.gateway.conftest import EOS, Scene, spell
+from live.gateway.test_openapi import _narrowed as narrowed
+from live.gateway.test_openapi import _run as send_odd
 from live.gateway.test_sessions import ASKS, Spy, Talk, one_line, said_by, seed_chat
 from support.waiting import until
 from towline.bus.topology import OUTCOME, SESSIONS
@@ -441,3 +444,24 @@ async def test_a_claim_that_waits_at_a_gateway_that_leaves_is_told_so_at_once(sc
     answer = await waiting
     one_line(answer, 503, "draining")
     assert answer.headers["retry-after"] == "1"
+
+
+@pytest.mark.slow
+async def test_odd_claims_and_finishes_bring_no_5xx(scene: Scene) -> None:
+    seed_chat(scene)
+    await scene.worker(engine="synthetic", gateway={"waiting": 1000})
+    client = await scene.gateway(buffer=BUFFER, max_wait_seconds=0.1, sessions={"client_rewards": True})
+    for group in range(40):
+        await admit(scene, group)
+    talk, _ = await claimed(client, scene.world.run)
+    tree = narrowed((await client.get("/openapi.json")).json(), scene.world.run)
+    tree["paths"] = {path: one for path, one in tree["paths"].items() if path in ("/tasks/claim", "/sessions/{session}/finish")}
+    for operations in tree["paths"].values():
+        for operation in operations.values():
+            for parameter in operation["parameters"]:
+                if parameter["in"] == "path":
+                    parameter["schema"] = {"type": "string", "enum": [talk.name]}
+    found = await asyncio.to_thread(send_odd, schemathesis.openapi.from_dict(tree), str(client.base_url), 60)
+    assert found[400] > 0
+    assert found[201] + found[204] + found[409] > 0
+    assert (await talk.view())["id"] == talk.name
