@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -35,7 +36,7 @@ from towline.replay.verify import Job, Launch, train_again
 POLL_SECONDS = 0.1
 RANK_TIMEOUT_SECONDS = 1800.0
 STOP_SECONDS = 10.0
-_TAIL = 2000
+_TAIL = 16_384
 OpenSource = Callable[[str], AbstractAsyncContextManager[Source]]
 
 
@@ -169,10 +170,9 @@ class _Events:
             cls = kind if isinstance(kind, type) and issubclass(kind, TowlineError) else TowlineError
             raise cls(message, code=code_name)
         if not self._done:
-            said = output.read_bytes()[-_TAIL:].decode(errors="replace").strip().splitlines()
+            said = last_words(output.read_bytes()[-_TAIL:].decode(errors="replace"))
             raise UnavailableError(
-                f"the replay's {self._job.stretch.ranks} ranks ended early (exit code {code}): {said[-1] if said else 'no word'}",
-                code=RANK_LOST,
+                f"the replay's {self._job.stretch.ranks} ranks ended early (exit code {code}): {said}", code=RANK_LOST
             )
 
     def _take(self, event: Event) -> None:
@@ -184,6 +184,16 @@ class _Events:
         report.stopped = event.stopped or report.stopped
         self._error = event.error or self._error
         self._done = self._done or event.done
+
+
+def last_words(output: str) -> str:
+    """What a rank said of its end, or torchrun of a rank that couldn't."""
+    lines = [line.strip() for line in output.splitlines() if line.strip(" =-")]
+    for telling in (r"rank \d+: ", r"(\w+Error: |traceback : Signal )"):
+        found = [line for line in lines if re.match(telling, line)]
+        if found:
+            return found[-1].removeprefix("traceback : ")
+    return lines[-1] if lines else "they said nothing"
 
 
 def run_rank(path: Path, open_source: OpenSource) -> int:

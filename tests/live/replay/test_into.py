@@ -16,6 +16,8 @@ from support.bundles import towline
 from towline.bundle.folder import BundleSource
 from towline.bundle.select import Filter
 from towline.bus.topology import ACKS, STREAMS
+from towline.cli.replay_into import Into, into_trainer
+from towline.errors import TowlineError
 from towline.local.access import open_run
 from towline.local.run_directory import RunDirectory
 from towline.replay.plan import batched_anew, recorded
@@ -139,18 +141,36 @@ async def test_the_plan_takes_whole_groups_of_what_is_chosen(ran: Ran) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "code"),
+    ("asked", "code"),
     [
-        (("--name", "small"), "run_name"),
-        (("--name", "x", "--group", "99999"), "empty"),
-        (("--name", "x", "--rebatch", "4", "--lane", "eval"), "lane"),
-        (("--name", "x", "--set", "trainer.nothing=1"), "override"),
-        (("--name", "x", "--from", "99999"), "version_missing"),
+        ({"name": "small"}, "run_name"),
+        ({"wanted": Filter(group=99_999)}, "empty"),
+        ({"groups_per_batch": 4, "wanted": Filter(lane="eval")}, "lane"),
+        ({"changes": {"trainer.nothing": 1}}, "override"),
+        ({"start": 99_999}, "version_missing"),
     ],
 )
-def test_what_cant_be_fed_is_one_line_and_makes_nothing(ran: Ran, options: tuple[str, ...], code: str) -> None:
-    before = sorted((ran.folder / "runs").iterdir())
-    done = towline(ran.folder, "replay", "bundle", "--into", "trainer", *options)
-    assert done.returncode in (1, 2)
-    assert done.stderr.strip().splitlines()[-1].startswith(f"{code}: "), done.stderr
-    assert sorted((ran.folder / "runs").iterdir()) == before
+async def test_what_cant_be_fed_is_one_line_and_makes_nothing(
+    ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], code: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = {
+        "name": "x", "config": None, "changes": {}, "code": None, "start": 0, "until": None, "groups_per_batch": None,
+        "wanted": Filter(), "speed": 0.0, "wait": None,
+    }  # fmt: skip
+    with pytest.raises(TowlineError) as refused:
+        await into_trainer(BundleSource.open(ran.bundle), str(ran.bundle), Into(**(whole | asked)))
+    assert refused.value.code == code
+    assert "\n" not in refused.value.message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_names_the_folder_that_is_in_the_way(ran: Ran) -> None:
+    (ran.folder / "runs" / "taken").mkdir()
+    try:
+        done = towline(ran.folder, "replay", "bundle", "--into", "trainer", "--name", "taken")
+    finally:
+        (ran.folder / "runs" / "taken").rmdir()
+    assert done.returncode == 1
+    assert done.stderr.startswith("run_exists: ")
+    assert len(done.stderr.splitlines()) == 1
