@@ -12,10 +12,13 @@ from towline.buffer.external import UNPACED
 from towline.buffer.fleet import Fleet
 from towline.buffer.state import State
 from towline.buffer.view import View
+from towline.contract.task import SESSION
 from towline.store.lineage import Lineage
 
 COMMIT_SECONDS = 300.0
 """A batch that has waited this long for the version that consumes it is worth a name."""
+CLAIM_SECONDS = 15.0
+"""So are groups that clients haven't finished for so long, where nothing else is under way."""
 
 
 def figures(state: State, lineage: Lineage, steps: int) -> dict[str, Any]:
@@ -134,11 +137,26 @@ def waiting_for(view: View, fleet: Fleet, *, batch_waits_seconds: float) -> str:
         return f"no_eligible_replica: groups wait for a rollout worker that serves depth {least} or more"
     if state.open_eval and not fleet.replicas:
         return "no_eligible_replica: an evaluation waits for a rollout worker"
+    if (claimable := _unclaimed(view)) and view.depth >= state.next_depth:
+        return (
+            f"claims_awaited: {claimable} groups of lane session, and no others, are open; their samples wait for clients of a "
+            "gateway (POST /tasks/claim) to finish them"
+        )
     if view.out_of_data and view.goal is None:
         return "end_of_data: the prompts have ended; what is open is trained, in a partial batch at last"
     if view.goal is not None and (state.eval_groups or to_issue(view)):
         return "last_evaluation: every step is trained; the last version is being evaluated"
     return ""
+
+
+def _unclaimed(view: View) -> int:
+    """How many groups wait for clients, where none waits for workers and the oldest has waited for a while."""
+    state = view.state
+    open_groups = [state.groups[number] for number in islice(state.open_train, LOOKED_AT) if number not in state.complete]
+    if any(group.lane != SESSION for group in open_groups):
+        return 0
+    waits = (view.now - group.task.admitted_at for group in open_groups if group.task is not None)
+    return len(open_groups) if max(waits, default=0.0) > CLAIM_SECONDS else 0
 
 
 def _least_wanted(state: State, number: int) -> int:

@@ -8,11 +8,13 @@ import pytest
 from pydantic import ValidationError
 
 from towline.buffer.dump import dump
+from towline.buffer.figures import waiting_for
 from towline.buffer.records import subject_of
 from towline.bus.topology import Topology
 from towline.config import BufferSettings
 from towline.contract.control import BatchRecord, ReissueRecord, TaskRecord
 from towline.contract.task import SESSION, TRAIN
+from unit.buffer.test_numbers import fleet_of
 from unit.buffer.world import World, only, started
 
 
@@ -75,6 +77,23 @@ def test_an_abandoned_sample_is_issued_again_in_its_lane_and_drops_its_group_aft
     world.failed(number, 0, "abandoned", lane=SESSION)
     world.settle()
     assert (number, "attempts") in world.drops()
+
+
+def test_a_run_that_waits_for_clients_alone_says_so() -> None:
+    world = shared(max_staleness=0)
+
+    def state() -> str:
+        return waiting_for(world.view, fleet_of(("serving", 0)), batch_waits_seconds=0.0).partition(":")[0]
+
+    train = [number for number in world.open_groups() if world.state.groups[number].lane == TRAIN]
+    world.now += 16.0
+    assert state() == "", "workers are at it, too"
+    world.scored(*train)
+    world.settle()
+    assert state() == "claims_awaited"
+    world.scored(*world.open_groups())
+    world.settle()
+    assert state() == ""
 
 
 def test_without_a_share_nothing_is_issued_there() -> None:
