@@ -140,6 +140,19 @@ async def test_the_plan_takes_whole_groups_of_what_is_chosen(ran: Ran) -> None:
     }
 
 
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory."""
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def files_in(folder: Path) -> list[Path]:
+    return list(folder.rglob("*"))
+
+
 @pytest.mark.parametrize(
     ("asked", "code"),
     [
@@ -150,10 +163,7 @@ async def test_the_plan_takes_whole_groups_of_what_is_chosen(ran: Ran) -> None:
         ({"start": 99_999}, "version_missing"),
     ],
 )
-async def test_what_cant_be_fed_is_one_line_and_makes_nothing(
-    ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], code: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
+async def test_what_cant_be_fed_is_one_line_and_makes_nothing(ran: Ran, empty: Path, asked: dict[str, Any], code: str) -> None:
     whole = {
         "name": "x", "config": None, "changes": {}, "code": None, "start": 0, "until": None, "groups_per_batch": None,
         "wanted": Filter(), "speed": 0.0, "wait": None,
@@ -162,7 +172,7 @@ async def test_what_cant_be_fed_is_one_line_and_makes_nothing(
         await into_trainer(BundleSource.open(ran.bundle), str(ran.bundle), Into(**(whole | asked)))
     assert refused.value.code == code
     assert "\n" not in refused.value.message
-    assert list(tmp_path.iterdir()) == []
+    assert files_in(empty) == []
 
 
 def test_the_command_names_the_folder_that_is_in_the_way(ran: Ran) -> None:
