@@ -16,18 +16,59 @@ from towline.bus.topology import STATUS
 from towline.client.grpc import AsyncGrpcGateway
 from towline.client.rules import Piece
 from towline.config import BusSettings
+from towline.errors import UnavailableError
 from towline.local.daemon import free_ports
 
 COUNT = 200
+
+
+def with_grpc(scene: Scene) -> int:
+    """The port that the run's gateways have from now on."""
+    (port,) = free_ports(1)
+    config = scene.world.folder / "run.toml"
+    config.write_text(config.read_text().replace("[gateway]", f"[gateway]\ngrpc_port = {port}"))
+    return port
+
+
+@pytest.mark.slow
+async def test_a_gateway_that_is_stopped_ends_watches_lets_calls_end_and_exits_well(
+    scene: Scene, bus_settings: BusSettings
+) -> None:
+    scene.seed(text=False)
+    processes = Processes(scene, bus_settings, "synthetic")
+    port = with_grpc(scene)
+    try:
+        await processes.start("rollout_worker", "a")
+        await scene.world.served(0, "a", seconds=60.0)
+        await processes.start("gateway", "g")
+        await processes.url("g")
+        async with AsyncGrpcGateway(f"127.0.0.1:{port}") as gateway:
+            sampling = {"max_new_tokens": 120, "sampling_seed": 8, "ignore_eos": True}  # three seconds
+            running = asyncio.create_task(gateway.generate([5, 6, 7], sampling=sampling))
+            watched = gateway.watch_versions()
+            assert (await anext(watched)).serving == {0: 1}
+            await processes.running_on()
+            process = processes.all["g"]
+            process.terminate()
+            with pytest.raises(UnavailableError, match="drains"):
+                async for _ in watched:
+                    pass
+            assert len((await running)[0].tokens) == 120
+            assert await process.wait() == 0
+            log = (scene.world.folder / "g.log").read_text()
+            assert "Traceback" not in log
+            assert "rror" not in log, log
+            processes.all.pop("g")
+    finally:
+        for name in list(processes.all):
+            await processes.kill(name)
 
 
 @pytest.mark.slow
 async def test_a_stream_goes_on_over_a_killed_replica_and_a_killed_gateway(scene: Scene, bus_settings: BusSettings) -> None:
     scene.seed(text=False)
     processes = Processes(scene, bus_settings, "synthetic")
-    (port,) = free_ports(1)
-    config = scene.world.folder / "run.toml"
-    config.write_text(config.read_text().replace("[gateway]", f"[gateway]\ngrpc_port = {port}"))
+    port = with_grpc(scene)
     pieces: list[Piece] = []
 
     async def follow(stream: AsyncIterator[Piece]) -> None:
