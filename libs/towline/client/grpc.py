@@ -23,7 +23,12 @@ from towline.pb import policy_pb2, rollout_pb2
 from towline.pb.policy_pb2_grpc import PolicyServiceStub
 from towline.pb.rollout_pb2_grpc import RolloutServiceStub
 
-_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+KEEPALIVE_SECONDS, ANSWER_SECONDS = 60, 20
+"""A connection that is silent for so long is asked for a sign of life, and is lost where none comes in the time after it."""
+_OPTIONS = [
+    ("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1),
+    ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000), ("grpc.keepalive_timeout_ms", ANSWER_SECONDS * 1000),
+]  # fmt: skip
 
 
 class AsyncGrpcGateway:

@@ -175,7 +175,9 @@ def versions_of(status: policy_pb2.PolicyStatus) -> Versions:
     )  # fmt: skip
 
 
-_PASSES = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
+_PASSES = {
+    grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED,
+}  # fmt: skip
 """Without a Refusal that says better: connections that were lost, faults that may be the gateway's alone."""
 
 

@@ -35,6 +35,10 @@ NAMES = tuple(
     for pb, name in ((rollout_pb2, "RolloutService"), (policy_pb2, "PolicyService"))
 )
 HEALTH_SECONDS = 0.25
+KEEPALIVE_SECONDS, ANSWER_SECONDS = 60, 20
+"""A client that is silent for so long is asked for a sign of life; where none comes in the time after it, its calls are over."""
+LEAST_PING_SECONDS = 10
+"""Clients that ask more often are sent away."""
 
 
 class GrpcServer:
@@ -63,11 +67,12 @@ class GrpcServer:
         self._server = server = grpc.aio.server(
             interceptors=[_OnlyTenants(self._tenants)],
             options=[
-                ("grpc.max_receive_message_length", self._settings.max_body_bytes),
-                ("grpc.max_send_message_length", -1),
-                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", self._settings.max_body_bytes), ("grpc.max_send_message_length", -1),
+                ("grpc.so_reuseport", 0), ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+                ("grpc.keepalive_timeout_ms", ANSWER_SECONDS * 1000),
+                ("grpc.http2.min_ping_interval_without_data_ms", LEAST_PING_SECONDS * 1000),
             ],
-        )
+        )  # fmt: skip
         rollouts = Rollouts(self._settings, desk=self._desk, planner=self._planner, guard=self._guard)
         add_RolloutServiceServicer_to_server(rollouts, server)
         add_PolicyServiceServicer_to_server(Policy(self._run, self._fleet, self._guard, self._closing), server)
