@@ -40,6 +40,8 @@ def fill(result: Result, found: Lives, looks: Looks, max_staleness: int) -> None
     _trainer(result, looks, begin, end)
     _weights(result, found, begin)
     _errors(result, found, looks)
+    if not result.settings["buffer"].get("keep_history", True):
+        _without_history(result, looks, begin, end)
     _memory(result, looks, begin)
     for name, values in looks.timings.items():
         result.distribution(f"{name}_seconds", values)
@@ -179,6 +181,16 @@ def _errors(result: Result, found: Lives, looks: Looks) -> None:
         metrics["redeliveries.tasks"] = float(max(given - unique, 0))
     metrics["epochs"] = float(found.epochs)
     metrics["depth_reached"] = float(found.versions[-1].depth if found.versions else 0)
+
+
+def _without_history(result: Result, looks: Looks, begin: float, end: float) -> None:
+    """Streams were purged: rates are the workers' own counts, and what the streams would have to tell is left out."""
+    rows = [row for row in looks.rows if begin <= row["at"] < end and "workers.trajectories" in row]
+    for metric, name in (("samples_per_second", "workers.trajectories"), ("tokens_per_second", "workers.tokens")):
+        grown = sum(max(after[name] - before[name], 0.0) for before, after in pairwise(rows))
+        result.metrics[metric] = grown / (rows[-1]["at"] - rows[0]["at"]) if len(rows) > 1 else 0.0
+    for name in ("redeliveries.tasks", "offered_samples_per_second", "admitted_samples", "dropped_stale_share", "dropped_share"):
+        result.metrics.pop(name, None)
 
 
 def _memory(result: Result, looks: Looks, begin: float) -> None:

@@ -90,7 +90,7 @@ def calibrated(measured: Result) -> Model:
 
     pulled = measured.distributions.get("hop.task_to_pulled", [0.0])
     return Model(
-        task_seconds=pulled[len(pulled) // 4],  # of tasks that found a free slot: waiting for one is simulated
+        task_seconds=pulled[len(pulled) // 10],  # of tasks that found a free slot: waiting for one is simulated
         score_seconds=of("hop.finished_to_durable.mean", "hop.durable_to_scored.mean"),
         publish_seconds=of("trainer.publish_seconds"),
         snapshot_seconds=of("trainer.snapshot_seconds"),
