@@ -5,6 +5,7 @@ whose time is over, and brings to their end those that a gateway's death left ha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any, NoReturn, Protocol
 
@@ -12,7 +13,7 @@ import structlog
 
 from towline.bus.client import Bus
 from towline.bus.topology import IN_PROGRESS_SHARE
-from towline.errors import UnavailableError
+from towline.errors import MalformedError, UnavailableError
 from towline.gateway.answers import ApiError
 from towline.gateway.claims import Claims
 from towline.gateway.session_store import End, Entry, Held, SessionStore
@@ -54,6 +55,9 @@ class Keeper:
                 await self._look_at(name, entry)
             except ApiError as error:  # it changed meanwhile, or can't be finished: the next look sees what became of it
                 _log.info("session_left", session=name, reason=error.message)
+            except MalformedError as error:
+                _log.error("session_unreadable", session=name, reason=error.message)
+                await self._give_up(name, entry, error.message)
 
     async def _look_at(self, name: str, entry: Entry) -> None:
         now = time.time()
@@ -77,6 +81,11 @@ class Keeper:
         if time.monotonic() >= due - self._every / 2 or name not in self._told:
             await self._bus.in_progress_of(entry.claim.receipt)
             self._told[name] = time.monotonic()
+
+    async def _give_up(self, name: str, entry: Entry, reason: str) -> None:
+        """Nobody can make a trajectory of it. One whose content can't be read is left to its group's deadline."""
+        with contextlib.suppress(ApiError, MalformedError):
+            await self._end(name, entry, End(stage="malformed", reason=reason))
 
     async def _end(self, name: str, entry: Entry, end: End) -> None:
         if (held := await self._current(name, entry)) is not None:

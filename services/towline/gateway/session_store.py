@@ -21,7 +21,7 @@ from towline.bus.topology import SESSIONS
 from towline.contract.codec import SCHEMA, decode, encode
 from towline.contract.outcome import FailureStage
 from towline.contract.task import SamplingParams, Task
-from towline.errors import ConflictError, MissingError, UnavailableError
+from towline.errors import ConflictError, MalformedError, MissingError, UnavailableError
 from towline.gateway.answers import ApiError
 from towline.gateway.routing import Constraint
 from towline.store.objects import ObjectStore
@@ -183,12 +183,15 @@ class SessionStore:
         await self._forget(held.entry)
 
     async def entries(self) -> dict[str, Entry]:
-        """Every session's, as it stood at some moment of the call."""
-        return {
-            name: decode(_entry, data, "session entry")
-            for name, data in (await self.bucket.items()).items()
-            if _ID.fullmatch(name)
-        }
+        """Every session's that can be read, as it stood at some moment of the call."""
+        found = {}
+        for name, data in (await self.bucket.items()).items():
+            if _ID.fullmatch(name):
+                try:
+                    found[name] = decode(_entry, data, "session entry")
+                except MalformedError as error:  # another release's: it has its own time to live
+                    _log.warning("session_entry_unreadable", session=name, reason=error.message)
+        return found
 
     async def sweep(self, now: float | None = None) -> int:
         """Delete sessions whose time is over, and objects that no entry can name any more; how many of both. Claimed ones that

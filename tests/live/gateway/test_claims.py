@@ -21,7 +21,7 @@ from support.waiting import until
 from towline.bus.topology import OUTCOME, SESSIONS
 from towline.config import TenantSettings
 from towline.contract.codec import encode
-from towline.contract.control import ReissueRecord, TaskRecord
+from towline.contract.control import TaskRecord
 from towline.contract.outcome import Failure, decode_outcome
 from towline.contract.task import SESSION, Cursor, PromptRef, SamplingParams, Task, pack_tokens
 from towline.contract.trajectory import Trajectory
@@ -135,115 +135,6 @@ async def test_a_claim_that_waits_gets_the_task_that_comes_and_holds_up_no_other
     assert (await waiting).json()["task"]["task_sequence"] == sequence
 
 
-@pytest.mark.parametrize("how", ["deleted", "left"])
-async def test_a_session_that_is_given_up_is_a_failure_and_the_sample_can_be_claimed_again(scene: Scene, how: str) -> None:
-    seed_chat(scene)
-    await scene.worker(engine="synthetic")
-    client = await scene.gateway(buffer=BUFFER, sessions={"keep_seconds": 0.2})
-    sequence = await admit(scene, 3)
-    talk, _ = await claimed(client, scene.world.run, ttl_seconds=1.0 if how == "left" else None)
-    await talk.ask("hi")
-    if how == "deleted":
-        (await client.delete(f"/sessions/{talk.name}")).raise_for_status()
-
-    async def gone() -> bool:
-        return bool(await failures(scene))
-
-    await until(gone)
-    await settled(scene)
-    (failure,) = await failures(scene)
-    assert (failure.stage, failure.final, failure.task_sequence, failure.delivery) == ("abandoned", False, sequence, 1)
-    assert (failure.lane, failure.group, failure.sample) == (SESSION, 3, 0)
-    talk.messages.append({"role": "user", "content": "still there?"})
-    one_line(await talk.send(), *((404, talk.name) if how == "deleted" else (409, "ended", "unchanged")))
-    again = ReissueRecord(writer=scene.world.stamp(), task=task_of(scene, 3, attempt=1), reason="abandoned")
-    await scene.world.append(again, scene.world.bus.topology.reissue(SESSION))
-    other, second = await claimed(client, scene.world.run)
-    assert second["task"]["attempt"] == 1
-    assert other.name != talk.name
-    assert await scene.world.trajectories() == {}
-
-
-async def test_every_gateway_keeps_every_claim_and_a_task_delivered_again_finds_its_session(scene: Scene) -> None:
-    seed_chat(scene)
-    await scene.worker(engine="synthetic")
-    short = {"ack_wait_seconds": 1.0}
-    first = await scene.gateway(buffer=BUFFER, rollout=short)
-    second = await scene.gateway(buffer=BUFFER, rollout=short)
-
-    async def adopted() -> float:
-        lines = [line.split() for line in (await second.get("/metrics")).text.splitlines() if "claims_adopted_total" in line]
-        return float(lines[-1][1])
-
-    await admit(scene, 1)
-    talk, _ = await claimed(first, scene.world.run)
-    running = scene._gateways[0][1]
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    for _ in range(3):
-        assert (await claim(second)).status_code == 204, "it's the first client's, who may come by any gateway"
-        await asyncio.sleep(0.5)
-    assert await adopted() == 0, "the other gateway's signs of life keep it"
-    talk.client = second
-    await talk.ask("hi")
-    keeper = scene._gateways[1][0]._keeper
-    keeper.look = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
-
-    async def again() -> bool:
-        assert (await claim(second)).status_code == 204
-        return await adopted() > 0
-
-    await until(again)
-    await talk.ask("more")
-    (await talk.post("finish")).raise_for_status()
-    await settled(scene)
-    assert len(await scene.world.trajectories()) == 1
-    assert await failures(scene) == []
-
-
-async def test_a_task_that_the_buffer_takes_back_ends_its_session_without_a_failure(scene: Scene) -> None:
-    seed_chat(scene)
-    await scene.worker(engine="synthetic")
-    client = await scene.gateway(buffer=BUFFER, sessions={"keep_seconds": 0.2})
-    sequence = await admit(scene, 1)
-    talk, _ = await claimed(client, scene.world.run)
-    await talk.ask("hi")
-    await scene.world.cancel(1, 0, sequence)
-    await settled(scene)
-    talk.messages.append({"role": "user", "content": "more"})
-    one_line(await talk.send(), 409, "taken its task back")
-    one_line(await talk.post("finish"), 409, "taken its task back", "claim another")
-    late = await admit(scene, 2)
-    await scene.world.cancel(2, 0, late)
-    await asyncio.sleep(0.5)
-    assert (await claim(client)).status_code == 204, "one that was taken back before anybody claimed it is given to nobody"
-    assert (await scene.world.trajectories(), await failures(scene)) == ({}, [])
-
-
-async def test_a_session_that_has_become_too_old_to_be_trained_is_a_failure(scene: Scene) -> None:
-    seed_chat(scene)
-    await scene.worker(engine="synthetic")
-    client = await scene.gateway(buffer=BUFFER | {"max_staleness": 0})
-    await admit(scene, 1)
-    await admit(scene, 2)
-    talk, _ = await claimed(client, scene.world.run)
-    fresh, _ = await claimed(client, scene.world.run)
-    await talk.ask("hi")
-    version = scene.world.commit(1)
-    await scene.world.served(version)
-
-    async def seen() -> bool:
-        return bool((await client.get("/server_info")).json()["latest_version"] == version)
-
-    await until(seen)
-    one_line(await talk.post("finish"), 409, "too old")
-    (failure,) = await failures(scene)
-    assert failure.stage == "stale"
-    await fresh.ask("hi")
-    done = (await fresh.post("finish")).raise_for_status().json()
-    assert done["weight_version_start"] == version, "one that hasn't begun isn't old"
-
-
 async def test_a_task_waits_for_its_depth_and_a_claim_for_a_version_that_serves_it(scene: Scene) -> None:
     seed_chat(scene)
     await scene.worker(engine="synthetic")
@@ -287,61 +178,6 @@ async def test_where_nothing_serves_a_claim_says_so(scene: Scene) -> None:
     one_line(await claim(client, lane="train"), 400, "lane")
 
 
-async def test_the_task_s_sampling_tokens_and_seed_are_its_session_s(scene: Scene) -> None:
-    seed_chat(scene)
-    spy = Spy((await scene.worker(engine="synthetic")).worker._engine)
-    client = await scene.gateway(buffer=BUFFER)
-    for sample in range(2):
-        await admit(scene, 1, sample, seed=7, sampling=SamplingParams(max_tokens=20, temperature=0.5, stop_token_ids=(EOS,)))
-    talk, told = await claimed(client, scene.world.run)
-    assert (told["sampling"]["max_tokens"], told["sampling"]["temperature"]) == (20, 0.5)
-    talk.messages = [{"role": "user", "content": "hi"}]
-    one_line(await talk.send(temperature=1.0), 400, "temperature", "0.5")
-    one_line(await talk.send(top_p=0.5), 400, "top_p")
-    talk.messages.clear()
-    first = await talk.ask("hi")
-    assert len(spy.calls[0][1].tokens) == 8
-    talk.messages[1:] = []
-    repeat = await talk.send()
-    assert repeat.json()["session"]["node"] == first["session"]["node"], "a repeated turn has the seed that it had"
-    assert spy.calls[1][1].tokens == spy.calls[0][1].tokens
-    (await talk.post("rollback")).raise_for_status()
-    again = (await talk.send()).raise_for_status().json()
-    assert again["session"]["node"] != first["session"]["node"], "after a rollback the next try is another one"
-    assert spy.calls[2][1].tokens != spy.calls[0][1].tokens
-    talk.messages.append(again["choices"][0]["message"])
-    long = await talk.ask("more", max_tokens=100)
-    assert long["usage"]["completion_tokens"] == 12, "of its 20"
-    talk.messages.append({"role": "user", "content": "and more"})
-    one_line(await talk.send(), 409, "20 tokens", "finish it")
-    other, _ = await claimed(client, scene.world.run)
-    one_line(await other.post("finish", group="g"), 400, "group")
-    one_line(await other.post("finish"), 409, "nothing to finish")
-    one_line(await talk.post("finish", node=99), 400, "node")
-    (await talk.post("finish")).raise_for_status()
-    found = await only_trajectory(scene)
-    assert (found.sampling.temperature, found.sampling.max_tokens, found.policy_tokens, found.seed) == (0.5, 20, 20, 7)
-
-
-async def test_of_a_tree_with_branches_one_is_published_the_one_that_is_named_or_the_head_s(scene: Scene) -> None:
-    seed_chat(scene)
-    spy = Spy((await scene.worker(engine="synthetic")).worker._engine)
-    client = await scene.gateway(buffer=BUFFER)
-    for group in (1, 2):
-        await admit(scene, group)
-        talk, _ = await claimed(client, scene.world.run)
-        first = await talk.ask("hi", max_tokens=4)
-        (await talk.post("rollback")).raise_for_status()
-        talk.messages.pop()
-        await talk.send(max_tokens=4)
-        node = {"node": first["session"]["node"]} if group == 2 else {}
-        (await talk.post("finish", **node)).raise_for_status()
-        one_line(await talk.post("finish", node=0), 409, "otherwise")
-    found = await scene.world.trajectories()
-    assert found[1, 0].tokens.tolist() == spy.calls[1][0] + spy.calls[1][1].tokens
-    assert found[2, 0].tokens.tolist() == spy.calls[2][0] + spy.calls[2][1].tokens
-
-
 async def test_a_tenant_s_sessions_are_bounded_and_its_claims_are_its_own(scene: Scene) -> None:
     seed_chat(scene)
     await scene.worker(engine="synthetic")
@@ -375,26 +211,6 @@ async def test_a_tenant_s_sessions_are_bounded_and_its_claims_are_its_own(scene:
     assert found.given_reward is not None
     assert (found.given_reward.value, found.given_reward.components, found.given_reward.by) == (0.5, {"tests": 1.0}, "a")
     await claimed(client, scene.world.run)  # a finished one leaves its place
-
-
-async def test_a_session_that_is_too_long_says_so_and_can_be_finished(scene: Scene) -> None:
-    seed_chat(scene)
-    await scene.worker(engine="synthetic")
-    client = await scene.gateway(buffer=BUFFER, sessions={"max_tokens": 120, "max_turns": 50})
-    await admit(scene, 1, sampling=SamplingParams(max_tokens=400, stop_token_ids=(EOS,)))
-    talk, _ = await claimed(client, scene.world.run)
-    await talk.ask("a" * 60, max_tokens=4)
-    talk.messages.append({"role": "user", "content": "b" * 60})
-    one_line(await talk.send(), 400, "full", "finish it")
-    (await talk.post("finish")).raise_for_status()
-    other = await scene.gateway(buffer=BUFFER, rollout={"max_context_tokens": 100})
-    await admit(scene, 2, sampling=SamplingParams(max_tokens=400, stop_token_ids=(EOS,)))
-    talk, _ = await claimed(other, scene.world.run)
-    answer = await talk.ask("a" * 60)
-    assert answer["choices"][0]["finish_reason"] == "length", "what is left of the context"
-    talk.messages.append({"role": "user", "content": "more"})
-    one_line(await talk.send(), 409, "context", "finish it")
-    (await talk.post("finish")).raise_for_status()
 
 
 async def test_who_repeats_a_claim_under_its_key_gets_the_session_that_it_made(scene: Scene) -> None:
