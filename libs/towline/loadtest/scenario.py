@@ -101,8 +101,8 @@ class Threshold(_Table):
 
 
 class Load(_Table):
-    kind: Literal["run", "transport", "gateway"] = "run"
-    """run: a whole run; transport: one hop, worker -> bus or store -> trainer, against the bare clients; gateway: HTTP."""
+    kind: Literal["run", "transport"] = "run"
+    """run: a whole run; transport: one hop, worker -> bus or store -> trainer, against the bare clients."""
     workers: Count = 8
     """Each with an engine and a connection of its own."""
     processes: Count = 2
@@ -114,7 +114,7 @@ class Load(_Table):
     warm_up_seconds: Annotated[float, Field(ge=0)] = 5.0
     """After the first batch: left out of every figure."""
     measure_seconds: Positive = 20.0
-    """transport: of each rate or window; gateway: in all. A run ends by run.steps."""
+    """transport: of each open-loop rate. A run ends by run.steps."""
     most_seconds: Positive = 900.0
     """A run that takes longer fails."""
     repetitions: Count = 1
@@ -133,7 +133,7 @@ class Load(_Table):
     disturbances: tuple[Disturbance, ...] = ()
     payload_bytes: tuple[Count, ...] = (65536,)
     window: Count = 64
-    """transport: messages in flight in the closed loop, and at most in the open one for each sender; gateway: clients."""
+    """transport: messages in flight in the closed loop, and at most in the open one for each sender."""
     senders: Count = 1
     rates: tuple[Positive, ...] = ()
     """transport: offered messages a second, one open-loop measurement each; none: the closed loop."""
