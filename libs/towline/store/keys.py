@@ -27,6 +27,11 @@ def log_entry(run: str, number: int) -> str:
     return f"{_run(run)}/log/{number:08d}.json"
 
 
+def log_pack(run: str, number: int) -> str:
+    """256 entries in one object (packs.py)."""
+    return f"{_run(run)}/log/pack-{number:08d}"
+
+
 def head_hint(run: str) -> str:
     return f"{_run(run)}/head.json"
 

@@ -14,7 +14,7 @@ import msgspec
 
 from towline.contract.entries import LogEntry, OpenEntry, VersionEntry, decode_entry, encode_entry, entry_digest
 from towline.errors import CorruptError, InvariantError, MissingError
-from towline.store import keys
+from towline.store import keys, packs
 from towline.store.lineage import Lineage
 from towline.store.objects import ObjectStore, settle
 
@@ -22,6 +22,7 @@ _READERS = 16
 
 
 _HINTED_ANCHORS = 4
+_RAW_ENTRIES = 2 * packs.ENTRIES
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -41,6 +42,10 @@ class Log:
         self._entries: list[LogEntry] = []
         self._digests: list[str] = []
         self._write_ids: dict[str, int] = {}
+        self._packs = 0
+        """That are known to be there."""
+        self._raw: dict[int, bytes] = {}
+        """The newest entries as they are stored, for a pack of them."""
         self._lock = threading.RLock()
         self._state = threading.Lock()  # held for moments, never over a request: who finds an entry finds it in the lineage
 
@@ -126,10 +131,12 @@ class Log:
             return None
 
     def write_hint(self, anchors: Iterable[int] = ()) -> None:
-        """Store the head's number, and the newest of the versions that have an anchor: it spares a new reader the probing."""
+        """Store the head's number, and the newest of the versions that have an anchor: it spares a new reader the probing. Where
+        a pack's entries are all there, the pack too."""
         if (number := self.next_number - 1) >= 0:
             newest = tuple(sorted(anchors)[-_HINTED_ANCHORS:])
             self._objects.put(keys.head_hint(self.run), msgspec.json.encode(Head(number, newest)))
+        self._write_pack()
 
     def _check_built(self, entry: LogEntry) -> None:
         if entry.number != self.next_number or entry.prev != self.head_digest:
@@ -143,11 +150,42 @@ class Log:
         hint = self.read_hint()
         head = hint.number if hint else -1
         with ThreadPoolExecutor(_READERS, "towline-log") as pool:
-            for start in range(0, head + 1, 4 * _READERS):
+            self._take_packs(pool, (head + 1) // packs.ENTRIES)
+            for start in range(self.next_number, head + 1, 4 * _READERS):
                 for data in pool.map(self._get, range(start, min(start + 4 * _READERS, head + 1))):
                     if data is None:
                         return
                     self._take(data)
+
+    def _take_packs(self, pool: ThreadPoolExecutor, count: int) -> None:
+        """Those of the first `count` packs that are there and hold what the LOG holds, up to the first that doesn't."""
+        for start in range(0, count, _READERS):
+            for number, found in enumerate(pool.map(self._pack, range(start, min(start + _READERS, count))), start):
+                if found is None:
+                    return
+                for data in found:
+                    self._take(data)
+                self._packs = number + 1
+
+    def _pack(self, number: int) -> list[bytes] | None:
+        try:
+            data = self._objects.get(keys.log_pack(self.run, number))
+        except MissingError:
+            return None
+        return packs.open_pack(data, number, self._get((number + 1) * packs.ENTRIES - 1))
+
+    def _write_pack(self) -> None:
+        """The next one, if its entries are all there."""
+        number = self._packs
+        places = range(number * packs.ENTRIES, (number + 1) * packs.ENTRIES)
+        if places.stop > self.next_number:
+            return
+        with ThreadPoolExecutor(_READERS, "towline-log") as pool:
+            found = list(pool.map(lambda place: self._raw.get(place) or self._get(place), places))
+        entries = [data for data in found if data is not None]
+        if len(entries) == packs.ENTRIES:
+            self._objects.create(keys.log_pack(self.run, number), packs.encode_pack(entries))
+            self._packs = number + 1
 
     def _get(self, number: int) -> bytes | None:
         try:
@@ -175,6 +213,8 @@ class Log:
             self._digests.append(entry_digest(data))
             self._write_ids[entry.write_id] = number
             self.lineage.extend(entry)
+        self._raw[number] = data
+        self._raw.pop(number - _RAW_ENTRIES, None)
 
     def _check_base_digest(self, entry: LogEntry) -> None:
         if not isinstance(entry, OpenEntry | VersionEntry):

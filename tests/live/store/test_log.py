@@ -6,12 +6,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from towline.config import StoreSettings
 from towline.contract.entries import LogEntry, OpenEntry, VersionEntry, decode_entry, encode_entry, entry_digest
 from towline.errors import CorruptError, FencedError, InvariantError, MissingError, UnavailableError
-from towline.store import keys
+from towline.store import keys, packs
 from towline.store.log import Log
 from towline.store.objects import ObjectStore, open_store
 
@@ -222,6 +223,62 @@ def test_a_poll_that_finds_nothing_new_costs_one_request(log: Log, objects: Obje
     counting.gets.clear()
     reader.refresh()
     assert counting.gets == [keys.log_entry(log.run, 2)]
+
+
+@pytest.fixture
+def packed(log: Log, objects: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Log:
+    """21 entries, of which the first 16 stand in two packs."""
+    monkeypatch.setattr(packs, "ENTRIES", 8)
+    while log.next_number < 21:
+        log.append(logs.version())
+        if log.next_number % 8 == 0:
+            log.write_hint()
+    log.write_hint()
+    assert objects.stat(keys.log_pack(log.run, 1)) is not None
+    assert objects.stat(keys.log_pack(log.run, 2)) is None
+    return log
+
+
+def test_a_new_reader_of_a_long_log_asks_for_packs(packed: Log, objects: ObjectStore) -> None:
+    counting = Faulty(objects)
+    other = Log(counting, packed.run)
+    assert other.refresh() == packed.entries()
+    assert [other.digest(number) for number in range(21)] == [packed.digest(number) for number in range(21)]
+    entries = sorted(key for key in counting.gets if key.endswith(".json") and "/log/" in key)
+    # The last one of each pack, those after the packs, and the one that isn't there yet.
+    assert entries == [keys.log_entry(packed.run, number) for number in (7, 15, 16, 17, 18, 19, 20, 21)]
+
+
+def test_a_publisher_that_was_away_makes_the_packs_that_are_missing(packed: Log, objects: ObjectStore) -> None:
+    for number in range(2):
+        objects.delete(keys.log_pack(packed.run, number))
+    other = Log(objects, packed.run)
+    other.refresh()
+    for number in range(2):
+        other.write_hint()
+        assert objects.stat(keys.log_pack(packed.run, number)) is not None
+    assert Log(objects, packed.run).refresh() == packed.entries()
+
+
+@pytest.mark.parametrize("spoil", ["junk", "short", "changed", "another", "gone"])
+def test_a_pack_that_isnt_the_logs_own_is_ignored(packed: Log, objects: ObjectStore, spoil: str) -> None:
+    key = keys.log_pack(packed.run, 0)
+    stored = [objects.get(keys.log_entry(packed.run, number)) for number in range(16)]
+    changed = encode_entry(msgspec.structs.replace(packed.entry(3), at=1.0))
+    other = {
+        "junk": b"\xc1", "short": packs.encode_pack(stored[:7]), "another": packs.encode_pack(stored[8:16]),
+        "changed": packs.encode_pack([*stored[:3], changed, *stored[4:8]]),
+    }  # fmt: skip
+    objects.delete(key)
+    if spoil in other:
+        objects.put(key, other[spoil])
+    assert Log(objects, packed.run).refresh() == packed.entries()
+
+
+def test_a_pack_that_is_ahead_of_a_mirrors_entries_is_only_a_pack(packed: Log, objects: ObjectStore) -> None:
+    for number in range(12, 21):
+        objects.delete(keys.log_entry(packed.run, number))
+    assert Log(objects, packed.run).refresh() == packed.entries()[:12]
 
 
 def test_runs_in_one_bucket_keep_apart(log: Log, objects: ObjectStore) -> None:
