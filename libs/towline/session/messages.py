@@ -67,6 +67,11 @@ def canonical(message: Message) -> str:
     return json.dumps(found, ensure_ascii=False, sort_keys=True, default=str)
 
 
+def told(message: Message) -> dict[str, Any]:
+    """A message as its client knows it."""
+    return {key: value for key, value in message.items() if key != "otherwise"}
+
+
 def likeness(said: Message, sent: Message) -> Likeness:
     """How `sent` back differs from what was `said`: not at all, in white space, by lost reasoning, or in what it says.
 

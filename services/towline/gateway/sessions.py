@@ -38,6 +38,7 @@ from towline.gateway.session_store import LONGEST_SECONDS, Content, End, Finish,
 from towline.gateway.streaming import Format
 from towline.gateway.tool_calls import Reader
 from towline.runtime.metrics import Metrics
+from towline.session.messages import told
 from towline.session.record import decode_session, encode_session
 from towline.session.tree import Limits, Place, Session
 
@@ -221,7 +222,7 @@ class Sessions:
                 {
                     "node": number, "parent": node.parent, "kind": node.kind, "tokens": node.tokens, "logprobs": node.logprobs,
                     "spans": [[span.start, span.end, span.version, span.cut] for span in node.spans],
-                    "messages": node.messages, "finish_reason": node.finish or None,
+                    "messages": [told(message) for message in node.messages], "finish_reason": node.finish or None,
                 }
                 for number, node in enumerate(session.nodes)
             ]  # fmt: skip

@@ -35,6 +35,7 @@ class Actor:
 
     async def _generate(self, request: GenerateRequest) -> Generation:
         self.seen.append(list(request.tokens))
+        assert self.end is not None
         tokens = [*self.tokenizer.encode(self.lines.pop(0), add_special_tokens=False), self.end]
         self.said.append(tokens)
         for count in range(4, len(tokens), 4):
@@ -85,7 +86,7 @@ async def test_an_openai_client_gets_tool_calls_whole_and_streamed_and_text_wher
     actor, http = await stage(scene, CALLING, CALLING, CALLING, CALLING, broken, "The sum.")
     user: Any = {"role": "user", "content": "add them"}
     async with openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="-", max_retries=0) as client:
-        ask = client.chat.completions.create
+        ask: Any = client.chat.completions.create
         whole = await ask(model=scene.world.run, messages=[user], tools=TOOLS)
         message = whole.choices[0].message
         assert whole.choices[0].finish_reason == "tool_calls"
@@ -104,7 +105,7 @@ async def test_an_openai_client_gets_tool_calls_whole_and_streamed_and_text_wher
         assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
         assert len(chunks) > 2
         for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-            plain = (await ask(model=scene.world.run, messages=[user], **fields)).choices[0]  # type: ignore[arg-type]
+            plain = (await ask(model=scene.world.run, messages=[user], **fields)).choices[0]
             assert (plain.message.content, plain.message.tool_calls, plain.finish_reason) == (CALLING, None, "stop")
             assert '"add"' not in actor.tokenizer.decode(actor.seen[-1])
         text = (await ask(model=scene.world.run, messages=[user], tools=TOOLS)).choices[0]
@@ -115,7 +116,7 @@ async def test_an_openai_client_gets_tool_calls_whole_and_streamed_and_text_wher
         assert "<tool_response>\n24" in actor.tokenizer.decode(actor.seen[-1])
         for odd in ([{"role": "user"}], [{"role": "tool", "tool_call_id": "a"}], [user, {"role": "assistant"}]):
             with pytest.raises(openai.BadRequestError, match="needs content"):
-                await ask(model=scene.world.run, messages=odd, tools=TOOLS)  # type: ignore[call-overload]
+                await ask(model=scene.world.run, messages=odd, tools=TOOLS)
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["tools", "no-tools"])
@@ -138,6 +139,7 @@ async def test_a_client_that_sends_parsed_calls_back_goes_on_from_the_sampled_to
     view = (await client.get(f"/sessions/{name}")).json()
     assert found[-2]["session"]["node"] == view["head"]
     assert view["tokens"] == actor.seen[0] + actor.said[0]
+    assert view["nodes"][1]["messages"] == [put_together(found)], "as it was told"
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "24"}
     again = await client.post(path, json={"model": scene.world.run, "messages": [user, message, result]})
     assert again.json()["session"]["mismatches"] == {}
