@@ -38,6 +38,7 @@ class View:
         self._said_at = float("-inf")
         self._said = ""
         self._train: dict[int, float] = {}
+        self._views: set[str] = set()
         self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
 
     def __enter__(self) -> View:
@@ -53,6 +54,10 @@ class View:
         self._console.print(Text(line), soft_wrap=True)
 
     def show(self, progress: Progress, book: FigureBook) -> None:
+        for status in book.latest("gateway"):
+            if (url := status.figures.get("ui_url")) and url not in self._views:
+                self._views.add(url)
+                self.event(f"the run in a browser: {url}")
         if progress.reward_train is not None:
             self._train[progress.depth] = progress.reward_train
         if self._live is not None:

@@ -83,9 +83,11 @@ class GatewayService(Service):
         return None if self._grpc is None else self._grpc.port
 
     def figures(self) -> Mapping[str, Any]:
+        url = f"{'https' if self.settings.gateway.tls_key else 'http'}://{self.settings.gateway.host}:{self._server.port}"
         return {
             "api_port": self._server.port,
-            "api_url": f"{'https' if self.settings.gateway.tls_key else 'http'}://{self.settings.gateway.host}:{self._server.port}",
+            "api_url": url,
+            **({} if self.ui is None else {"ui_url": f"{url}/ui/"}),
             **({} if self.grpc_port is None else {"grpc_port": self.grpc_port}),
             "running": self.api.metering.running,
             "continued": self._sampler.continued,
