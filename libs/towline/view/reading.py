@@ -47,7 +47,7 @@ class Reading:
         self._asked_at = float("-inf")
         self._wanted = asyncio.Event()
         self.begun = asyncio.Event()
-        """The first reading is over, or says why there is none."""
+        """Something was read, or it's known why nothing is."""
         self._turn_began = 0.0
         self._reset()
 
@@ -175,6 +175,7 @@ class Reading:
         if took > TURN_SECONDS:
             self.decisions.settle()
             self.revision += 1
+            self.begun.set()
             await asyncio.sleep(REST * min(took, 4 * TURN_SECONDS))
             self._turn_began = time.monotonic()
 
