@@ -82,7 +82,8 @@ class SampleIndex:
 
     def __init__(self, kept: int = KEPT) -> None:
         self._rows = np.zeros(kept, _COLUMNS)
-        self._rows["sequence"] = _NONE
+        self._sequences = self._rows["sequence"]
+        self._sequences[:] = _NONE
         self._kept = kept
         self._lanes: list[str] = []
         self.newest = 0
@@ -97,19 +98,26 @@ class SampleIndex:
 
     def score(self, score: Score, at: float, *, dropped: bool) -> None:
         """A sample is scored; `at` in Unix seconds. `dropped`: its group already was."""
-        row = self._place(score.trajectory_sequence)
-        if row is None or row["scored"]:  # create-only: a second one is a reading's repeat
+        sequence = score.trajectory_sequence
+        self.seen(sequence)
+        if sequence < self.oldest:
             return
-        if row["depth"] != _NONE and row["digest"].tobytes() != score.trajectory_digest:
-            row["differs"] = True
-        spans = score.version_spans
-        row["group"], row["sample"], row["task"] = score.group, score.sample, score.task_sequence
-        row["at"], row["reward"], row["digest"] = at, score.reward, np.void(score.trajectory_digest)
-        row["policy_tokens"], row["total_tokens"] = score.policy_tokens, score.total_tokens
-        row["version_start"] = min((span.version for span in spans), default=_NONE)
-        row["version_end"] = max((span.version for span in spans), default=_NONE)
-        row["lane"], row["finish"], row["scored"] = self._lane(score.lane), FINISHES.index(score.finish), True
-        row["dropped"] |= dropped
+        place = sequence % self._kept
+        depth = epoch = evaluated = _NONE
+        differs = False
+        if self._sequences[place] == sequence:  # a decision about it was read before
+            row: Any = self._rows[place]
+            if row["scored"]:
+                return  # create-only: a second one is a reading's repeat
+            depth, epoch, evaluated, dropped = row["depth"], row["epoch"], row["evaluated"], dropped or bool(row["dropped"])
+            differs = bool(depth != _NONE and row["digest"].tobytes() != score.trajectory_digest)
+        numbers = [span.version for span in score.version_spans] or [_NONE]
+        # One assignment of a whole row costs a tenth of one for each column.
+        self._rows[place] = (
+            sequence, score.group, score.task_sequence, at, score.reward, score.sample, score.policy_tokens, score.total_tokens,
+            min(numbers), max(numbers), depth, epoch, evaluated, self._lane(score.lane), FINISHES.index(score.finish), True,
+            dropped, differs, score.trajectory_digest,
+        )  # fmt: skip
 
     def batch(self, record: BatchRecord) -> None:
         for one in record.rows:
