@@ -25,7 +25,7 @@ from towline.faults import POINTS, VARIABLE
 
 GIVING_UP = ("gateway.end_marked", "gateway.failure_published", "gateway.end_acknowledged")
 ON_THE_WAY = tuple(point for point in POINTS if point.startswith("gateway.") and point not in GIVING_UP)
-WORST = ("gateway.session_claimed", "gateway.end_marked")
+WORST = ("gateway.session_claimed",)
 SETTINGS = """
 [buffer]
 session_groups = 1
