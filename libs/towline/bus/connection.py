@@ -36,6 +36,7 @@ _NO_LIMIT = 1 << 30
 _DENIED = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
 _LAST_SENT = 512
 """Subjects of messages, the last ones, among which a refused one is looked for."""
+_MOST_DENIED = 4096
 Receiver = Callable[[Msg], None]
 _log = structlog.get_logger("towline.bus")
 
@@ -182,7 +183,6 @@ class Connection:
         """Hand a message to the connection; nobody says whether it arrived. `Unsettled` where there is no connection."""
         if self._client is None or not self.connected:
             raise Unsettled(self._away())
-        self.raise_if_denied(subject)
         self._unanswered.append(subject)
         with self._translated():
             await self._client.publish(subject, data, reply, headers)
@@ -211,6 +211,7 @@ class Connection:
 
     async def request(self, subject: str, data: bytes, *, seconds: float, headers: dict[str, str] | None = None) -> Msg:
         """Send and wait for the answer. `Unsettled` after `seconds`, at a loss, or where nobody serves the subject."""
+        self.raise_if_denied(subject)
         future = await self.post(subject, data, headers=headers)
         return await self.answer(future, subject, seconds)
 
@@ -332,8 +333,10 @@ class Connection:
             if not future.done() and (verb == "subscription" or sent_to == subject):
                 future.set_exception(UsageError(self._refusal(verb, subject), code=DENIED_CODE))
                 told = True
-        self._denied.add(subject)
-        if not told:  # nobody waits for an answer that would bring the reason
+        known = subject in self._denied
+        if len(self._denied) < _MOST_DENIED:
+            self._denied.add(subject)
+        if not (told or known):  # nobody waits for an answer that would bring the reason
             _log.error("bus_denied", reason=self._refusal(verb, subject))
 
     def _spelt(self, subject: str) -> str:

@@ -279,6 +279,20 @@ async def test_a_pull_that_is_refused_is_told_and_not_waited_for(guarded: NatsSe
     await buffer.close()
 
 
+@pytest.mark.usefixtures("made")
+async def test_a_message_that_nobody_waits_for_ends_nothing_where_it_is_refused(
+    guarded: NatsServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A worker that may not answer somebody goes on with its work, and says so once."""
+    bus = await Bus.connect(settings(guarded, "first", WORKER), run=RUN, client_name="w")
+    for _ in range(3):
+        await bus.connection.send("_INBOX.stranger.one", b"chunk")
+        assert (await bus.stream_state(CONTROL)).bytes >= 0  # its answer comes after the refusal
+    assert capsys.readouterr().out.count("refuses role rollout-worker to publish to _INBOX.stranger.one") == 1
+    await bus.publish(bus.topology.failure(1, 0), b"goes on")
+    await bus.close()
+
+
 async def test_answers_that_could_never_arrive_are_a_refusal_at_the_start(guarded: NatsServer) -> None:
     wrong = settings(guarded, "first", BUFFER).model_copy(update={"inbox_prefix": "_INBOX.trainer"})
     with pytest.raises(UsageError, match=r"refuses role buffer to subscribe to _INBOX\.trainer\."):
