@@ -134,6 +134,22 @@ def test_every_environment_name_is_a_setting() -> None:
             assert key in model.model_fields, f"{name}: {variable}"
 
 
+@pytest.mark.parametrize("files", FILES, ids=lambda files: files[-1])
+def test_no_service_starts_before_the_store_has_kept_its_word(files: tuple[str, ...]) -> None:
+    found = dict(every(*files))
+    for name in SERVICES | {"gc"}:
+        waits = {one: how["condition"] for one, how in found[name]["depends_on"].items()}
+        assert waits["init"] == "service_completed_successfully", name
+        assert waits["nats"] == waits["store"] == "service_healthy", f"{name} stops before them"
+    assert found["init"]["command"][0] == "init"
+
+
+def test_another_run_gets_servers_that_know_its_users() -> None:
+    before, after = (services(environment={"TOWLINE_RUN": run}) for run in ("demo", "other"))
+    for name in ("access", "nats", "store", "init", *SERVICES):
+        assert before[name] != after[name], f"{name} would stay as it is"
+
+
 def test_a_container_is_given_longer_to_stop_than_its_service_takes() -> None:
     for name in SERVICES:
         service = services()[name]
