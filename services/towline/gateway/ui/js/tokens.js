@@ -116,7 +116,7 @@ export class TokenView {
         fact("logprob", logprob === null ? NONE : h("code", {}, logprob.toPrecision(6))), fact("probability", logprob === null ? NONE : Math.exp(logprob).toPrecision(3)),
         fact("version", span ? `${span.version}${span.depth === null ? ", unknown to the LOG" : `, depth ${span.depth}`}${span.on_line ? "" : ", off the line"}` : NONE),
         fact("span", span ? `[${span.start}, ${span.end})${span.cut === "start" ? "" : ` after ${span.cut.replaceAll("_", " ")}`}` : NONE)),
-      h("p", { class: "soft", vars: { "margin-top": ".7rem" } }, h("kbd", {}, "←"), " ", h("kbd", {}, "→"), " walk, a click keeps one"));
+      h("p", { class: "soft hint", vars: { "margin-top": ".7rem" } }, h("kbd", {}, "←"), " ", h("kbd", {}, "→"), " walk, a click keeps one"));
   }
 
   key(event) {

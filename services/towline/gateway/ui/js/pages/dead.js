@@ -20,7 +20,7 @@ export function deadPage({ ask, go, run }, { query }) {
       { name: "letter", kind: "id", cell: (row) => h("b", {}, row.sequence) },
       { name: "stage", narrow: "two", cell: (row) => h("span", { class: "pill warn" }, row.stage) },
       { name: "sample", cell: (row) => (row.sample ? h("a", { class: "mono", href: `#/trajectory/${row.sample}`, tabindex: "-1" }, row.sample) : "") },
-      { name: "reason", kind: "wide", narrow: "full", cell: (row) => row.reason },
+      { name: "reason", kind: "wide grow", narrow: "full", cell: (row) => row.reason },
       { name: "bytes", kind: "n", cell: (row) => bytes(row.nbytes) },
       { name: "at", kind: "nowrap soft", cell: (row) => time(row.at) },
     ],
@@ -30,7 +30,7 @@ export function deadPage({ ask, go, run }, { query }) {
     if (!contents.has(row.sequence)) {
       contents.set(row.sequence, "…");
       ask(`dead/${row.sequence}`).then((answer) => {
-        contents.set(row.sequence, JSON.stringify(answer.content, null, 1));
+        contents.set(row.sequence, written(answer.content));
         list.draw();
       }, (error) => {
         contents.delete(row.sequence);
@@ -67,4 +67,9 @@ export function deadPage({ ask, go, run }, { query }) {
       return list.key_(event);
     },
   };
+}
+
+// As JSON, a list of plain values on one line.
+function written(content) {
+  return JSON.stringify(content, null, 2).replace(/\[\s+([^[\]{}]*?)\s+\]/g, (_, inside) => `[${inside.replace(/\s*\n\s*/g, " ")}]`);
 }
