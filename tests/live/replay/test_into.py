@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +16,15 @@ import pytest
 
 from live.replay.conftest import Ran
 from support.bundles import towline
+from support.waiting import until
 from towline.bundle.folder import BundleSource
 from towline.bundle.select import Filter
 from towline.bus.topology import ACKS, STREAMS
 from towline.cli.replay_into import Into, into_trainer
+from towline.contract.entries import OpenEntry
 from towline.errors import TowlineError
 from towline.local.access import open_run
-from towline.local.run_directory import RunDirectory
+from towline.local.run_directory import Processes, RunDirectory
 from towline.replay.plan import batched_anew, recorded
 from towline.store.log import Log
 
@@ -122,6 +127,43 @@ async def test_a_bundle_is_fed_in_batches_of_another_size_and_from_another_versi
     log = BundleSource.open(ran.bundle).log
     left = log.lineage.depth(log.lineage.latest) - log.lineage.depth(ran.checkpoint)
     assert [point["recorded_depth"] for point in json.loads(done.stdout)["points"]] == list(range(7 - left, 7))
+
+
+@pytest.mark.slow
+async def test_a_second_trainer_that_is_killed_goes_on_and_ends_with_the_same_weights(ran: Ran, folder: Path) -> None:
+    """It opens below its head, since not every version has a checkpoint: what it was fed is fed again."""
+    command = [sys.executable, "-m", "towline.cli.main", "replay", "small", "--into", "trainer", "--name", "killed", "--json"]
+    command += ["--set", "trainer.checkpoint_every=3", "--step"]
+    feeding = await asyncio.create_subprocess_exec(*command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert feeding.stdin is not None
+    directory = RunDirectory(folder / "runs" / "killed")
+
+    def committed() -> int:
+        log = directory.log_path("trainer")
+        return log.read_text().count('"event": "committed"') if log.is_file() else 0
+
+    try:
+        for depth in range(1, 5):  # four batches, one version each; the third has a checkpoint
+            feeding.stdin.write(b"\n")
+            await feeding.stdin.drain()
+            await until(lambda depth=depth: committed() == depth, 60)
+        Processes(directory).alive()["trainer"].kill()
+        async with asyncio.timeout(120):
+            out, _ = await feeding.communicate(b"\n\n")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            feeding.kill()
+    assert feeding.returncode == 0
+    comparison = json.loads(out)
+    assert all(point["equal"] in (True, None) for point in comparison["points"])
+    assert comparison["points"][-1]["equal"]
+    async with open_run(directory, directory.load()) as access:
+        log = Log(access.objects, "killed")
+        log.refresh()
+    assert sum(isinstance(entry, OpenEntry) for entry in log.entries()) == 2
+    assert len(log.lineage.versions()) > len(log.lineage.path())  # the killed one's last version is off the line
+    audited = await asyncio.to_thread(towline, folder, "audit", "killed", "--json")
+    assert audited.returncode == 0, audited.stdout
 
 
 async def test_the_plan_takes_whole_groups_of_what_is_chosen(ran: Ran) -> None:
