@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import sys
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from towline.errors import MalformedError, MissingError, UsageError
+from towline.errors import MissingError, UsageError
+
+if TYPE_CHECKING:
+    from towline.bus.client import Message
 
 app = typer.Typer(help="Messages that nobody could act on, with the reason.", no_args_is_help=True)
 
@@ -52,7 +55,9 @@ def show(
     if raw:
         sys.stdout.buffer.write(data)
         return
-    row |= {"content": _content(data)}
+    from towline.view.letters import content_of
+
+    row |= {"content": content_of(data)}
     if as_json:
         print(json.dumps(row, default=repr))
         return
@@ -132,34 +137,10 @@ async def _show(target: str, sequence: int) -> tuple[dict[str, Any], bytes]:
         return _row(message, access.bus.topology.relative), message.data
 
 
-def _row(message: Any, relative: Callable[[str], str]) -> dict[str, Any]:
-    headers = message.headers
-    try:
-        context = json.loads(headers.get("Towline-Context", "{}"))
-    except ValueError:
-        context = {"cut": headers["Towline-Context"]}  # a header has a length limit
-    return {
-        "sequence": message.sequence,
-        "stage": relative(message.subject).partition(".")[2],
-        "at": message.at,
-        "nbytes": len(message.data),
-        "reason": headers.get("Towline-Reason", ""),
-        "context": context,
-    }
+def _row(message: Message, relative: Callable[[str], str]) -> dict[str, Any]:
+    from towline.view.letters import letter_of
 
-
-def _content(data: bytes) -> Any:
-    """The message's fields, as far as it is one that can be read; else its first bytes."""
-    from towline.contract.codec import plain
-    from towline.contract.control import decode_control
-    from towline.contract.outcome import decode_outcome
-    from towline.contract.policy import decode_policy
-    from towline.contract.trajectory import decode_trajectory
-
-    with contextlib.suppress(MalformedError):
-        found = decode_trajectory(data)
-        return {"group": found.group, "sample": found.sample, "tokens": found.tokens.tolist(), "reference": found.reference}
-    for decode in (decode_outcome, decode_control, decode_policy):
-        with contextlib.suppress(MalformedError):
-            return plain(decode(data))
-    return {"unreadable": data[:200].hex()}
+    letter = letter_of(message, relative)
+    if letter is None:
+        raise MissingError(f"{message.sequence} is a request, no dead letter; see `towline dead list`")
+    return asdict(letter)

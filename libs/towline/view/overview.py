@@ -23,6 +23,8 @@ from towline.view.reading import Reading
 from towline.view.thinning import buckets, mean, spread
 
 MOST_POINTS = 400
+STOPPED = "stopped"
+"""What a service that ends gives as its last reason."""
 
 
 def reading_share(reading: Reading) -> float | None:
@@ -45,10 +47,11 @@ def overview(reading: Reading) -> Overview:
     fleet = _fleet(reading)
     counts = reading.samples.counts(reading.consumed())
     buffer = reading.book.one("buffer")
+    live = reading.feed.live and any(one.reason != STOPPED for one in now.statuses)
     times = [entry.at for entry in entries[-1:]] + [batch.point.at for batch in line[-1:]]
     return Overview(
-        run=settings.run.name, where=source.where, live=reading.feed.live and bool(now.statuses), at=now.at,
-        reading=reading_share(reading), problem=reading.problem or progress.problem,
+        run=settings.run.name, where=source.where, live=live, at=now.at,
+        reading=reading_share(reading), problem=reading.problem or (progress.problem if live else ""),
         began_at=None if base is None else base.at, last_at=max(times, default=None),
         ended=None if decisions.ended is None else decisions.ended.reason, state=str(buffer.get("state") or ""),
         depth=lineage.depth(lineage.latest) if known else 0, steps=settings.run.steps, version=lineage.latest if known else None,
@@ -59,8 +62,8 @@ def overview(reading: Reading) -> Overview:
         reward_train=line[-1].point.reward_mean if line else None, reward_held_out=evals[-1][1] if evals else None,
         reward_held_out_first=evals[0][1] if evals else None, held_out_depth=evals[-1][0] if evals else None,
         staleness=dict(sorted(staleness.items())),
-        trajectories_per_s=progress.trajectories_per_s if now.statuses else None,
-        tokens_per_s=progress.tokens_per_s if now.statuses else None,
+        trajectories_per_s=progress.trajectories_per_s if live else None,
+        tokens_per_s=progress.tokens_per_s if live else None,
         delta_bytes_mean=mean([entry.wire_bytes for entry in entries]) if entries else None,
         delta_share_mean=mean([entry.wire_bytes / max(entry.model_bytes, 1) for entry in entries]) if entries else None,
         states=counts, kept=sum(counts.values()), trajectories=reading.samples.newest, dropped=dict(decisions.drops),
