@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from towline.access import s3
@@ -37,6 +37,7 @@ def may_publish(granted: Permissions, subject: str) -> bool:
     return any(matches(p, subject) for p in granted.publish) and not any(matches(p, subject) for p in granted.publish_deny)
 
 
+@settings(max_examples=10, deadline=None)
 @given(runs=RUN_NAMES)
 @pytest.mark.parametrize("role", ROLES)
 def test_a_role_has_nothing_outside_its_runs(role: str, runs: list[str]) -> None:
@@ -125,11 +126,11 @@ def test_a_process_takes_its_own_roles_keys_and_what_is_named_comes_first(tmp_pa
         "run": {"name": "run"}, "model": {"source": "m"}, "prompts": {"source": "a:b"}, "sampling": {"max_tokens": 1},
         "reward": {"function": "a:b"}, "bus": {"keys_folder": str(tmp_path)}, "store": {"keys_folder": str(tmp_path)},
     }  # fmt: skip
-    settings = Settings.model_validate(tree)
-    own = as_role(settings, "reward")
+    loaded = Settings.model_validate(tree)
+    own = as_role(loaded, "reward")
     assert own.bus.seed == (tmp_path / "reward.nk").read_text()
     assert own.store.keys == (pairs["reward"].access, pairs["reward"].secret)
-    assert settings.bus.seed == (tmp_path / "operator.nk").read_text()
+    assert loaded.bus.seed == (tmp_path / "operator.nk").read_text()
     viewer = as_role(Settings.model_validate(tree | {"bus": tree["bus"] | {"role": "viewer"}}), "operator")
     assert viewer.bus.seed == (tmp_path / "viewer.nk").read_text()
     named = Settings.model_validate(tree | {"bus": tree["bus"] | {"nkey_seed_file": str(tmp_path / "gc.nk")}})
