@@ -59,7 +59,13 @@ async def shown(bus_settings: BusSettings, tmp_path: Path, run_name: str) -> Asy
     app, ui = standing_alone(BusFeed(bus, source))
     running = asyncio.create_task(ui.run())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
-        yield Shown(planted, source, ui, client)
+        found = Shown(planted, source, ui, client)
+
+        async def whole() -> bool:
+            return (await found.get("overview"))["reading"] is None
+
+        await until(whole)
+        yield found
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await bus.close()
