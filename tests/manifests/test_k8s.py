@@ -222,3 +222,16 @@ def test_the_readme_makes_every_secret_that_a_pod_mounts_of_files_that_there_are
     assert mounted <= made
     shared = config_map(folder("dev"), "towline-environment")
     assert f"--prefix {shared['TOWLINE_STORE__URL'].rpartition('/')[2]}" in readme
+
+
+def test_scraped_jobs_have_the_names_that_the_alerts_ask_for() -> None:
+    (monitor,) = of_kind(folder("prod"), "PodMonitor").values()
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    targets = {rule["targetLabel"]: rule.get("replacement", "$1") for rule in endpoint["relabelings"]}
+    assert set(targets) == {"job", "run"}
+    alerts = (FOLDER.parent / "observe/prometheus/alerts.yml").read_text()
+    (asked,) = set(re.findall(r'job=~"([^"]+)"', alerts))
+    for name, deployment in of_kind(folder("prod"), "Deployment").items():
+        assert re.fullmatch(asked, targets["job"].replace("$1", name))
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        assert endpoint["port"] in {port["name"] for port in container["ports"]}
