@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 
 import msgspec
 import structlog
@@ -70,8 +71,11 @@ class Claims:
 
     # Binding
 
-    async def claim(self, tenant: str, body: ClaimBody, wait_seconds: float, key: ClaimKey | None = None) -> Held | None:
-        """A session of the tenant's that is bound to a task; None where there is none to be had in time.
+    async def claim(
+        self, tenant: str, body: ClaimBody, wait_seconds: float, key: ClaimKey | None, gone: Callable[[], Awaitable[bool]]
+    ) -> Held | None:
+        """A session of the tenant's that is bound to a task; None where there is none to be had in time, or once who asked for it
+        is `gone`.
 
         `NotReady` where no replica serves a version that the task and the claim accept, `NoReplica` where there is none at all.
         """
@@ -79,6 +83,9 @@ class Claims:
         while (delivery := await self._lane.take(until - time.monotonic())) is not None:
             faults.point("gateway.task_taken")
             try:
+                if await gone():
+                    await delivery.nak()
+                    return None
                 held = await self._bound(delivery, tenant, body, until, key)
             except BaseException:
                 await delivery.nak()  # whatever went wrong isn't the sample's fault

@@ -276,7 +276,7 @@ class Sessions:
         if held is None:
             async with self._rooms.room(tenant):
                 waits = wait_seconds(request, self._settings.gateway.max_wait_seconds)
-                held = await self._claims.claim(tenant, body, waits, key)
+                held = await self._claims.claim(tenant, body, waits, key, request.is_disconnected)
         if held is None:
             return Response(status_code=204, headers={"Retry-After": "1"})
         return JSONResponse(await asyncio.to_thread(claimed, held, planner, self._settings), 201)

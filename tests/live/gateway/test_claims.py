@@ -246,6 +246,26 @@ async def test_a_task_nobody_can_read_is_a_dead_letter_and_holds_up_nothing(scen
     await settled(scene, 1)
 
 
+async def test_a_client_that_went_away_while_it_waited_gets_no_task(scene: Scene) -> None:
+    seed_chat(scene)
+    await scene.worker(engine="synthetic")
+    client = await scene.gateway(buffer=BUFFER)
+    async with httpx.AsyncClient(base_url=client.base_url) as leaving:
+        waiting = asyncio.create_task(claim(leaving, 60))
+        lane = scene._gateways[0][0]._claims._lane
+
+        async def waits() -> bool:
+            return bool(lane._waiting)
+
+        await until(waits)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+    sequence = await admit(scene, 1)
+    _, told = await claimed(client, scene.world.run)
+    assert told["task"]["task_sequence"] == sequence
+    assert list(await scene.world.bus.kv(SESSIONS).items()) == [told["id"]]
+
+
 async def test_a_claim_that_waits_at_a_gateway_that_leaves_is_told_so_at_once(scene: Scene) -> None:
     seed_chat(scene)
     await scene.worker(engine="synthetic")
