@@ -21,11 +21,13 @@ BIN_SECONDS = 2.0
 
 
 def window_of(found: Lives, warm_up_seconds: float) -> tuple[float, float]:
-    """(begin, end), Unix seconds. Where the run is shorter than its warm-up: all of it."""
+    """(begin, end), Unix seconds. Where the run is shorter than its warm-up, or nothing came of it: all of it."""
     begins = (found.batches[0].at if found.batches else found.began_at) + warm_up_seconds
     ends = max(found.admitted, default=found.began_at)
-    if ends - begins < 1.0:
-        return found.began_at, max([ends, *(batch.at for batch in found.batches)])
+    if ends - begins < 1.0 or (found.lives and not any(begins <= life.durable_at < ends for life in found.lives.values())):
+        return found.began_at, max(
+            [ends, *(batch.at for batch in found.batches), *(life.durable_at for life in found.lives.values())]
+        )
     return begins, ends
 
 
@@ -80,7 +82,7 @@ def _rates(result: Result, found: Lives, lives: list[Life], begin: float, end: f
     metrics["trained_samples_per_second"] = _steady(trained_at := [b.at for b in trained], [b.rows for b in trained])
     metrics["goodput_tokens_per_second"] = _steady(trained_at, [b.tokens for b in trained])
     metrics["batches_per_second"] = _steady(trained_at, [1] * len(trained))
-    metrics["workers"] = float(len({life.replica for life in lives}))
+    metrics["workers"] = float(len({life.replica for life in found.lives.values()}))
 
 
 def _steady(at: list[float], amounts: Iterable[float]) -> float:

@@ -155,12 +155,15 @@ class Transport:
     async def _served(self) -> AsyncIterator[tuple[BusSettings, StoreSettings]]:
         given = self._scenario.settings
         nats_server = None if given.bus.url else NatsServer(self._folder / "nats")
-        s3_server = None if given.store.url else S3Server(self._folder / "s3")
+        large = max(self._scenario.load.payload_bytes) > LARGE_BYTES
+        s3_server = S3Server(self._folder / "s3") if large and not given.store.url else None
         servers = [server for server in (nats_server, s3_server) if server is not None]
         try:
             await asyncio.gather(*[asyncio.to_thread(server.start) for server in servers])
             bus = nats_server.settings(given.bus) if nats_server else given.bus
             store = s3_server.settings(given.store) if s3_server else given.store
+            if not store.url:  # nothing is large enough to go there
+                store = store.model_copy(update={"url": (self._folder.absolute() / "store").as_uri()})
             await self._prepare(bus)
             yield bus, store
         finally:

@@ -108,6 +108,8 @@ class Pipeline:
         self._batched = 0
         """Groups in batches that no committed version has consumed."""
         self._complete: dict[int, Group] = {}
+        self._by_depth: dict[int, dict[int, Group]] = {}
+        """Open groups with a scored sample, by the least depth among them."""
         self._tasks: deque[Sample] = deque()
         self._idle: deque[tuple[Host, int]] = deque()
         self._batches: deque[tuple[float, list[Group]]] = deque()
@@ -165,8 +167,9 @@ class Pipeline:
 
     def _tidy(self) -> None:
         """Drop whatever holds a sample that is over the bound for the next batch."""
-        for group in [one for one in self._open.values() if self._formed - one.least_depth > self._bound]:
-            self._drop(group)
+        for depth in [depth for depth in self._by_depth if self._formed - depth > self._bound]:
+            for group in list(self._by_depth.pop(depth).values()):
+                self._drop(group)
 
     def _drop(self, group: Group) -> None:
         group.dropped = True
@@ -184,6 +187,7 @@ class Pipeline:
             now = self.env.now
             for group in taken:
                 del self._complete[group.number], self._open[group.number]
+                del self._by_depth[group.least_depth][group.number]
                 self.seen.staleness += [self._formed - group.least_depth] * self._group_size
                 self.seen.age_seconds.append(now - self._committed_at[group.least_depth])
                 self.seen.trained_lengths.append(group.tokens)
@@ -249,7 +253,10 @@ class Pipeline:
             return
         group.left -= 1
         group.tokens += sample.tokens
-        group.least_depth = min(group.least_depth, least)
+        if least < group.least_depth:
+            self._by_depth.get(group.least_depth, {}).pop(group.number, None)
+            group.least_depth = least
+            self._by_depth.setdefault(least, {})[group.number] = group
         if not group.left:
             self._complete[group.number] = group
         if not group.left or self._formed - least > self._bound:
