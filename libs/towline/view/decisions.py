@@ -6,7 +6,7 @@ Tasks aren't read: they are most of CONTROL, and whoever wants one has its seque
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +79,8 @@ class Decisions:
     """Reason -> samples."""
     forks: list[tuple[int, ForkRecord]] = field(default_factory=list)
     ended: EndRecord | None = None
+    taken: int = 0
+    """Records that were."""
     dropped: OrderedDict[int, int] = field(default_factory=OrderedDict)
     """Group -> its drop's place in CONTROL."""
     _again: OrderedDict[int, list[int]] = field(default_factory=OrderedDict)
@@ -90,6 +92,7 @@ class Decisions:
             record = decode_control(message.data)
         except MalformedError:
             return  # of a later release, or broken: the audit says so
+        self.taken += 1
         self._record(record, message)
 
     def settle(self) -> None:
@@ -145,18 +148,17 @@ class Decisions:
             found.update(one.sequence for one in self.evals.values() if one.first_row <= trajectory <= one.last_row)
         return sorted(found)
 
-    def line(self, lineage: Lineage) -> list[BatchFound]:
-        """The batches that the line consumed and those that it may consume next, by depth."""
+    def line(self, lineage: Lineage, depths: Mapping[int, tuple[int, int]]) -> list[BatchFound]:
+        """The batches that the line consumed (`depths`, as of `line_epochs`) and those that it may consume next, by depth."""
         if not lineage.versions():
             return sorted(self.batches.values(), key=lambda one: one.point.depth)
-        spans, newest = line_epochs(lineage), lineage.newest_epoch
-        head = lineage.depth(lineage.latest)
-        wanted = []
-        for (epoch, depth), one in self.batches.items():
-            first, end = spans.get(epoch, (0, 0))
-            if first <= depth < end or (epoch == newest and depth >= head):
-                wanted.append(one)
-        return sorted(wanted, key=lambda one: one.point.depth)
+        spans = sorted((first, end, epoch) for epoch, (first, end) in depths.items())
+        places = [(epoch, depth) for first, end, epoch in spans for depth in range(first, end)]
+        newest, next_depth = lineage.newest_epoch, lineage.depth(lineage.latest)
+        while newest is not None and (newest, next_depth) in self.batches:
+            places.append((newest, next_depth))
+            next_depth += 1
+        return [self.batches[place] for place in places if place in self.batches]
 
     def _note(self, group: int, sequence: int) -> None:
         self._again.setdefault(group, []).append(sequence)

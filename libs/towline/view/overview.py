@@ -36,19 +36,16 @@ def overview(reading: Reading) -> Overview:
     log, settings = source.log, source.settings
     lineage = log.lineage
     known = bool(lineage.versions())
-    line = decisions.line(lineage)
+    line = reading.line()
     entries = [log.version(number) for number in lineage.path() if number] if known else []
     base = log.entry(0) if known else None
     progress = progress_of(reading.book, steps=settings.run.steps, max_staleness=settings.buffer.max_staleness)
     evals = _evals(reading)
-    staleness: Counter[int] = Counter()
-    for batch in line:
-        staleness.update(batch.point.staleness)
     fleet = _fleet(reading)
     counts = reading.samples.counts(reading.consumed())
     buffer = reading.book.one("buffer")
     live = reading.feed.live and any(one.reason != STOPPED for one in now.statuses)
-    times = [entry.at for entry in entries[-1:]] + [batch.point.at for batch in line[-1:]]
+    times = [entry.at for entry in entries[-1:]] + [batch.point.at for batch in line.batches[-1:]]
     return Overview(
         run=settings.run.name, where=source.where, live=live, at=now.at,
         reading=reading_share(reading), problem=reading.problem or (progress.problem if live else ""),
@@ -57,11 +54,12 @@ def overview(reading: Reading) -> Overview:
         depth=lineage.depth(lineage.latest) if known else 0, steps=settings.run.steps, version=lineage.latest if known else None,
         versions=len(entries), epochs=sum(isinstance(entry, OpenEntry) for entry in log.entries()),
         max_staleness=settings.buffer.max_staleness, environment=settings.prompts.environment, engine=settings.rollout.engine,
-        base=base.source if isinstance(base, BaseEntry) else "", batches=len(line),
-        trained_samples=sum(batch.point.rows for batch in line), trained_tokens=sum(batch.point.policy_tokens for batch in line),
-        reward_train=line[-1].point.reward_mean if line else None, reward_held_out=evals[-1][1] if evals else None,
+        base=base.source if isinstance(base, BaseEntry) else "", batches=len(line.batches),
+        trained_samples=line.rows, trained_tokens=line.policy_tokens,
+        reward_train=line.batches[-1].point.reward_mean if line.batches else None,
+        reward_held_out=evals[-1][1] if evals else None,
         reward_held_out_first=evals[0][1] if evals else None, held_out_depth=evals[-1][0] if evals else None,
-        staleness=dict(sorted(staleness.items())),
+        staleness=dict(sorted(line.staleness.items())),
         trajectories_per_s=progress.trajectories_per_s if live else None,
         tokens_per_s=progress.tokens_per_s if live else None,
         delta_bytes_mean=mean([entry.wire_bytes for entry in entries]) if entries else None,
@@ -84,7 +82,7 @@ def overview(reading: Reading) -> Overview:
 def curves(reading: Reading) -> Curves:
     log = reading.feed.source.log
     lineage = log.lineage
-    runs = buckets([batch.point for batch in reading.decisions.line(lineage) if batch.point.rows], MOST_POINTS)
+    runs = buckets([batch.point for batch in reading.line().batches if batch.point.rows], MOST_POINTS)
     entries = spread([log.version(n) for n in lineage.path() if n] if lineage.versions() else [], MOST_POINTS)
     acks = {entry.number: [one.at - entry.at for one in reading.convergence.of(entry.number)] for entry in entries}
     evals = _evals(reading)

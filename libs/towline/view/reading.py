@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import structlog
 
@@ -22,7 +23,7 @@ from towline.contract.outcome import Failure, Score, decode_outcome
 from towline.errors import InvariantError, MalformedError, TowlineError, UsageError
 from towline.report.figures import FigureBook
 from towline.view.convergence import Convergence
-from towline.view.decisions import Decisions, consumed, subjects
+from towline.view.decisions import BatchFound, Decisions, consumed, subjects
 from towline.view.feed import Feed, Now
 from towline.view.letters import Letter, letter_of
 from towline.view.samples import KEPT, Consumed, SampleIndex
@@ -36,6 +37,16 @@ REST = 2.0
 MOST_LETTERS = 2000
 MOST_FAILURES = 50_000
 _log = structlog.get_logger("towline.view")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The batches of the LOG's line by depth, and their sums. `staleness`: depths -> rows."""
+
+    batches: list[BatchFound]
+    staleness: Counter[int]
+    rows: int
+    policy_tokens: int
 
 
 class Reading:
@@ -70,6 +81,7 @@ class Reading:
         """(group, sample) -> places of its failures in OUTCOME."""
         self._read: dict[str, int] = {}
         self._ends: dict[str, int] = {}
+        self._line: tuple[tuple[int, int], Line] = ((-1, -1), Line([], Counter(), 0, 0))
         self._consumed: tuple[int, Consumed] = (-1, Consumed({}, frozenset()))
 
     @property
@@ -139,6 +151,19 @@ class Reading:
             ]
             self._consumed = number, consumed(log.lineage, skipped)
         return self._consumed[1]
+
+    def line(self) -> Line:
+        """As far as CONTROL and the LOG are read."""
+        kept = self.decisions.batches
+        mark = (self.decisions.taken, self.feed.source.log.next_number)
+        if self._line[0] != mark:
+            batches = self.decisions.line(self.feed.source.log.lineage, self.consumed().depths) if kept else []
+            staleness: Counter[int] = Counter()
+            for batch in batches:
+                staleness.update(batch.point.staleness)
+            rows, tokens = (sum(getattr(batch.point, name) for batch in batches) for name in ("rows", "policy_tokens"))
+            self._line = mark, Line(batches, staleness, rows, tokens)
+        return self._line[1]
 
     async def _state(self, spec: StreamSpec) -> StreamRecord:
         try:
