@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 EXTRAS := torch,megatron,gateway,local,fast,checksums,plots,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-access test-gateway test-large test-ranks soak lint proto clean bench-weights staleness-study bench-views test-tracing bench-activation sglang-venv demo-sglang demo-agent test-sglang test-replay test-megatron compose-test
+.PHONY: help setup demo test test-access test-gateway test-large test-ranks soak lint proto clean bench-weights staleness-study bench-views test-tracing bench-load bench-simulation bench-activation sglang-venv demo-sglang demo-agent test-sglang test-replay test-megatron compose-test
 
 help:
 	@echo "make setup   the virtual environment (the other targets call it; nothing to do: under a second)"
@@ -22,6 +22,8 @@ help:
 	@echo "make test-gateway   the gateway over longer: torch replicas, kills, the bus away, hundreds of odd requests (minutes)"
 	@echo "make bench-views   what top, the live view, trace readers and tracing cost a run at 1,000 trajectories/s (four minutes; ARGS=--check)"
 	@echo "make test-tracing   a whole run with tracing on: every sample leads to the version it made (half a minute)"
+	@echo "make bench-load   a load test (SCENARIO=throughput, churn, thousand, soak …: loadtests/*.toml)"
+	@echo "make bench-simulation   the simulator against load tests of this machine (ten minutes)"
 	@echo "make bench-activation   what a new version costs a generating torch engine (two minutes, both cores idle; ARGS=--check)"
 	@echo "make test-large   a tensor of more than 4 GiB through files and the command (minutes, 10 GB of memory, 20 GB of disk)"
 	@echo "make staleness-study   reward against max_staleness, with and without correction: ten runs, a figure (ARGS='--seeds 2')"
@@ -61,6 +63,12 @@ bench-views: setup
 
 test-tracing: setup
 	@$(BIN)/pytest --quiet -m slow tests/live/tracing
+
+bench-load: setup
+	@$(BIN)/towline loadtest loadtests/$(or $(SCENARIO),throughput).toml $(ARGS)
+
+bench-simulation: setup
+	@$(BIN)/python -m loadtests.simulation $(ARGS)
 
 bench-activation: setup
 	@$(BIN)/python -m loadtests.activation $(ARGS)
