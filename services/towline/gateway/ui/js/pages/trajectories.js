@@ -33,7 +33,7 @@ export function trajectoriesPage({ ask, go, run }, { query }) {
   };
   const filters = h("form", { class: "filters card", role: "search", "aria-label": "Filters", onsubmit: (event) => (event.preventDefault(), apply()), onchange: (event) => event.target.matches("select") && apply() },
     text("id", "ID", "12 or 12.3"), choice("state", "State", STATES), text("step", "Step", "3 or 3:9"), text("version", "Version", "7 or 7:"), text("reward", "Reward", "0.5:1"),
-    text("environment", "Environment", "module:Class"), choice("finish", "Finish", FINISHES), choice("lane", "Lane", ["train", "eval", "external"]),
+    text("environment", "Environment", "module:Class"), choice("finish", "Finish", FINISHES), choice("lane", "Lane", ["train", "eval", "session", "external"]),
     h("div", { class: "buttons" }, h("button", { type: "submit", class: "primary" }, "Filter"), h("button", { type: "button", onclick: () => go("#/trajectories") }, "Clear"), h("button", { type: "button", class: "more", onclick: () => filters.classList.toggle("open") }, "More")));
   const list = new List({
     label: "Trajectories",
