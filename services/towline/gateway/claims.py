@@ -128,7 +128,7 @@ class Claims:
             min_version=body.constraint.min_version, exact_version=body.constraint.exact_version,
             claim=Claim(
                 task_sequence=delivery.sequence, delivery=delivery.num_delivered, receipt=delivery.receipt, lane=task.lane,
-                group=task.group, sample=task.sample,
+                group=task.group, sample=task.sample, key="" if key is None else key.name,
             ),
         )  # fmt: skip
         if key is not None:

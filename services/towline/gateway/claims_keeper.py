@@ -63,6 +63,8 @@ class Keeper:
         now = time.time()
         assert entry.claim is not None
         if entry.state in ("finished", "ended"):
+            if entry.expires_at <= now:
+                await self._store.drop(name, entry)
             return
         if entry.state == "open":
             end = self._claims.over(entry.claim)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -36,8 +36,9 @@ class ClaimKey:
     """One request's key. `session`: what an earlier request with it claimed, or was about to."""
 
     session: str | None
-    _bus: Bus
-    _name: str
+    _bus: Bus = field(repr=False)
+    name: str
+    """Its entry in the bucket of sessions."""
     _body: bytes
     _revision: int | None
 
@@ -60,8 +61,8 @@ class ClaimKey:
         data = encode(_Noted(body=self._body, session=session, write=secrets.token_bytes(8)))
         bucket = self._bus.kv(SESSIONS)
         if self._revision is None:
-            self._revision = await bucket.create(self._name, data)
+            self._revision = await bucket.create(self.name, data)
         else:
-            self._revision = await bucket.update(self._name, data, self._revision)
+            self._revision = await bucket.update(self.name, data, self._revision)
         if self._revision is None:
             raise TakenOver

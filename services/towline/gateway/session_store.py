@@ -29,6 +29,8 @@ from towline.store.objects import ObjectStore
 INLINE_BYTES = 1024
 """A larger content lies in the object store: the bucket is small."""
 LONGEST_SECONDS = SESSIONS.ttl_seconds or 86400.0
+SETTLED_SECONDS = 300.0
+"""How long a claimed session that is finished or given up still answers who asks again."""
 KEPT_SECONDS = 2 * LONGEST_SECONDS
 """Objects outlive their entries; older ones are deleted."""
 _ID = re.compile(r"sess-[0-9a-f]{32}")
@@ -63,6 +65,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     lane: str
     group: int
     sample: int
+    key: str = ""
+    """The bucket's entry of the Idempotency-Key that it was claimed under, if any."""
     began_on: int | None = None
     """The version of the first token that the policy said on the head's path."""
 
@@ -170,7 +174,9 @@ class SessionStore:
 
     async def save(self, held: Held, content: Content) -> Held:
         """The content in place of what `held` has read; 409 where somebody was first. The session's time begins anew."""
-        entry = await self._entry_of(held.id, held.entry.tenant, content, held.entry.ttl_seconds)
+        settled = content.claim is not None and content.state in ("finished", "ended")
+        seconds = SETTLED_SECONDS if settled else held.entry.ttl_seconds
+        entry = await self._entry_of(held.id, held.entry.tenant, content, seconds, aside=settled)
         revision = await self.bucket.update(held.id, encode(entry), held.revision)
         if revision is None:
             await self._forget(entry)
@@ -212,9 +218,20 @@ class SessionStore:
             self._objects.delete(key)
         return len(old)
 
-    async def _entry_of(self, name: str, tenant: str, content: Content, ttl_seconds: float) -> Entry:
+    async def drop(self, name: str, seen: Entry) -> None:
+        """Delete a settled session, unless it was written since it was `seen`, and the key that it was claimed under."""
+        found = await self.bucket.entry(name)
+        if found is None or decode(_entry, found[0], "session entry").write != seen.write:
+            return
+        if await self.bucket.delete(name, found[1]):
+            if seen.claim is not None and seen.claim.key:
+                await self.bucket.delete(seen.claim.key)
+            await self._forget(seen)
+
+    async def _entry_of(self, name: str, tenant: str, content: Content, ttl_seconds: float, *, aside: bool = False) -> Entry:
+        """`aside`: the content lies in the object store in any case."""
         data, blob = await asyncio.to_thread(encode, content), ""
-        if len(data) > INLINE_BYTES:
+        if aside or len(data) > INLINE_BYTES:
             blob = f"{name}-{secrets.token_hex(8)}"
             await asyncio.to_thread(self._objects.put, self._prefix + blob, data)
             data = b""

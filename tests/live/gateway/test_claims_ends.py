@@ -10,12 +10,13 @@ import pytest
 
 from live.gateway.conftest import Scene
 from live.gateway.test_claims import BUFFER, admit, claim, claimed, failures, only_trajectory, settled, task_of
-from live.gateway.test_sessions import one_line, seed_chat
+from live.gateway.test_sessions import Talk, one_line, seed_chat
 from support.waiting import until
 from towline.bus.topology import SESSIONS
 from towline.contract.codec import encode
 from towline.contract.control import ReissueRecord
 from towline.contract.task import SESSION
+from towline.gateway import session_store
 from towline.gateway.session_store import Finish
 
 
@@ -172,3 +173,26 @@ async def test_entries_that_nobody_can_read_hold_up_no_other(scene: Scene) -> No
     await until(told)
     await settled(scene)
     assert left.name != broken.name
+
+
+async def test_what_is_settled_answers_for_a_while_and_then_leaves_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_store, "SETTLED_SECONDS", 1.5)
+    seed_chat(scene)
+    await scene.worker(engine="synthetic")
+    client = await scene.gateway(buffer=BUFFER, sessions={"keep_seconds": 0.2})
+    await admit(scene, 1)
+    told = (await client.post("/tasks/claim", json={}, headers={"Idempotency-Key": "k", "Prefer": "wait=9"})).json()
+    talk = Talk(client, scene.world.run, told["id"])
+    await talk.ask("hi")
+    done = (await talk.post("finish")).raise_for_status().json()
+    bucket = scene.world.bus.kv(SESSIONS)
+    assert len((await bucket.items())[talk.name]) < 500, "what stands of a settled one is small"
+    assert (await talk.post("finish")).json() == done
+
+    async def gone() -> bool:
+        return await bucket.items() == {}
+
+    await until(gone)
+    one_line(await talk.post("finish"), 404, talk.name)
+    assert not list(scene.world.objects.list(f"{scene.world.run}/sessions/"))
+    assert len(await scene.world.trajectories()) == 1
