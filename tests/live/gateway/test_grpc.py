@@ -311,6 +311,6 @@ async def test_odd_requests_are_refused_by_name_and_break_nothing(scene: Scene) 
 
 
 @pytest.mark.slow
-async def test_thousands_of_odd_requests_break_nothing(scene: Scene) -> None:
-    found = await check_odd(scene, 3000)
+async def test_a_thousand_odd_requests_break_nothing(scene: Scene) -> None:
+    found = await check_odd(scene, 1000)
     assert found[grpc.StatusCode.OK] > 20
