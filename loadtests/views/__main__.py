@@ -1,8 +1,8 @@
 """What watching a run costs it: python -m loadtests.views [--rate N] [--rounds N] [--seconds N] [--check]; one JSON object.
 
-Trajectories at `rate` a second go through a real buffer on a real nats-server. Three arms take turns in windows of `seconds`, in
-an order drawn anew each round: `plain`; `views` (`towline top` and the live view of `towline up` in one process, two readers of
-`towline trace` in another); `traced` (spans at ratio 0.01, exported over OTLP). Each round compares with its own `plain`.
+Trajectories at `rate` a second go through a real buffer on a real nats-server. Four arms take turns in windows of `seconds`, in
+an order drawn anew each round: `plain`; `screens` (`towline top` and the live view of `towline up`); `readers` (a `towline trace`
+every few seconds); `traced` (spans at ratio 0.01, exported over OTLP). Each round compares with its own `plain`.
 
 rate                 trajectories a second, durable and scored, by arm
 cpu                  CPU seconds of buffer, rollouts and nats-server a thousand samples, by arm
@@ -43,7 +43,7 @@ from towline.store.base import seed_base_state
 from towline.store.log import Log
 from towline.store.objects import open_store
 
-ARMS = ("plain", "views", "traced")
+ARMS = ("plain", "screens", "readers", "traced")
 RATIO, MOST_SLOWDOWN = 0.01, 0.03
 SETTLE_SECONDS = 0.5
 """Left out at the beginning of each window."""
@@ -220,8 +220,8 @@ def _summary(
         dearer = [window[arm]["cpu"] / window["plain"]["cpu"] for window in windows]
         found[arm] = {"slowdown": _spread(slower), "cpu_ratio": _spread(dearer)}
     active = seconds * len(windows)
-    found["views"] |= {
-        "looks_per_second": round(views["frames"] / active, 2),
+    found["screens"]["looks_per_second"] = round(views["frames"] / active, 2)
+    found["readers"] |= {
         "traces": int(views["traces"]),
         "trace_seconds_mean": round(views["trace_seconds"] / max(views["traces"], 1), 2),
     }
@@ -255,8 +255,8 @@ def _spread(values: list[float]) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=Rollouts.rate, help="trajectories a second that are offered")
-    parser.add_argument("--rounds", type=int, default=24)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each window")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each window")
     parser.add_argument("--trace-seconds", type=float, default=Readers.trace_seconds, help="between two traces of one reader")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check", action="store_true", help=f"fail where an arm is slower by more than {MOST_SLOWDOWN:.0%}")

@@ -1,6 +1,7 @@
 """The benchmark's processes: the buffer, scripted rollouts with reward and trainer, and the views. Orders come by standard input.
 
-`plain`, `views` and `traced` name the arm that begins; `count` is answered with a line of JSON: this process's counts so far.
+`plain`, `screens`, `readers` and `traced` name the arm that begins; `count` is answered with a line of JSON: this process's
+counts so far.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import uvloop
@@ -233,30 +234,39 @@ class Rollouts(Part):
 
 
 class Views(Part):
-    """Works while its arm runs."""
+    """Works while its arm runs; what it is at when the arm ends is broken off."""
+
+    arm_of: ClassVar[str]
 
     async def work(self) -> None:
         self._on = asyncio.Event()
+        self._at_work: set[asyncio.Task[None]] = set()
         async with asyncio.TaskGroup() as group:
             for view in self.views():
                 group.create_task(self._while_on(view))
 
-    def views(self) -> tuple[Callable[[], Any], ...]:
+    def views(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
         raise NotImplementedError
 
     def turn(self, arm: str) -> None:
         self.arm = arm
-        if arm == "views":
+        if arm == self.arm_of:
             self._on.set()
         else:
             self._on.clear()
+            for task in self._at_work:
+                task.cancel()
 
-    async def _while_on(self, work: Callable[[], Any]) -> None:
+    async def _while_on(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         while True:
             await self._on.wait()
-            try:
-                await work()
-            except TowlineError as error:
+            task = asyncio.create_task(work())
+            self._at_work.add(task)
+            await asyncio.wait([task])
+            self._at_work.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                if not isinstance(error, TowlineError):
+                    raise error
                 print(f"view: {error.message}", file=sys.stderr, flush=True)
                 await asyncio.sleep(0.5)
 
@@ -264,7 +274,9 @@ class Views(Part):
 class Screens(Views):
     """`towline top` and `towline up`'s live view, on screens that nobody sees."""
 
-    def views(self) -> tuple[Callable[[], Any], ...]:
+    arm_of = "screens"
+
+    def views(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
         self.counts = {"frames": 0.0}
         return self._top, self._live
 
@@ -288,13 +300,14 @@ class Screens(Views):
 
 
 class Readers(Views):
-    """Two people who look at one sample after the other (`towline trace`)."""
+    """Somebody who looks at one sample after the other (`towline trace`)."""
 
+    arm_of = "readers"
     trace_seconds = 10.0
 
-    def views(self) -> tuple[Callable[[], Any], ...]:
+    def views(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
         self.counts = {"traces": 0.0, "trace_seconds": 0.0}
-        return self._traces, self._traces
+        return (self._traces,)
 
     async def _traces(self) -> None:
         while self._on.is_set():
