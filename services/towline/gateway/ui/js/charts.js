@@ -71,6 +71,7 @@ export class Chart {
     if (x0 === x1) x1 = x0 + 1;
     let [y0, y1] = [this.options.floor ?? Math.min(...values), this.options.ceiling ?? Math.max(...values, this.bound?.value ?? -Infinity)];
     if (y0 === y1) y1 = y0 + (Math.abs(y0) || 1);
+    if (this.options.floor === undefined) y0 -= (y1 - y0) * 0.04;
     if (this.options.ceiling === undefined) y1 += (y1 - y0) * 0.06;
     const yTicks = ticks(y0, y1, 5).filter((value) => !this.options.wholeY || Number.isInteger(value));
     const left = Math.max(...yTicks.map((value) => format(value).length), xLabel.length) * CHARACTER + 12;

@@ -31,6 +31,7 @@ export function duration(value) {
   return minutes ? `${minutes} min ${total % 60} s` : `${total} s`;
 }
 
+export const many = (count, unit) => `${integer(count)} ${unit}${count === 1 ? "" : "s"}`;
 export const time = (at) => (at ? clock.format(at * 1000) : NONE);
 export const moment = (at) => (at ? day.format(at * 1000) : NONE);
 export const ago = (at, now = Date.now() / 1000) => (at ? `${duration(now - at)} ago` : NONE);

@@ -1,6 +1,6 @@
 // A trajectory's tokens, segment by segment: coloured by version or by how likely each was, with the IDs beside them if wanted.
 import { h, replace } from "./dom.js";
-import { NONE, integer } from "./format.js";
+import { NONE, integer, many } from "./format.js";
 import { visible } from "./pages/trajectories.js";
 
 const FIRST = 3000;
@@ -51,7 +51,7 @@ export class TokenView {
     const nodes = [];
     for (let place = segment.start; place < last; place += 1) nodes.push(...this.token(place));
     return h("div", { class: "segment" },
-      h("div", { class: segment.kind === "policy" ? "who" : "who masked" }, h("b", {}, WHO[segment.kind] ?? segment.kind), `${integer(segment.end - segment.start)} tokens`, segment.kind === "policy" ? "" : ", masked"),
+      h("div", { class: segment.kind === "policy" ? "who" : "who masked" }, h("b", {}, WHO[segment.kind] ?? segment.kind), many(segment.end - segment.start, "token"), segment.kind === "policy" ? "" : ", masked"),
       h("div", { class: this.state.ids ? "tokens ids" : "tokens" }, nodes));
   }
 

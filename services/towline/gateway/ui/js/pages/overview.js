@@ -1,7 +1,7 @@
 // The run on one page.
 import { Chart } from "../charts.js";
 import { append, h, replace } from "../dom.js";
-import { NONE, ago, bytes, compact, duration, environment, fixed, integer, moment, seconds, share } from "../format.js";
+import { NONE, ago, bytes, compact, duration, environment, fixed, integer, many, moment, seconds, share } from "../format.js";
 
 export function overviewPage({ ask }) {
   const head = h("div", { class: "head" });
@@ -102,11 +102,11 @@ function drawSamples(card, run) {
 
 function counts(title, values, unit) {
   const rows = Object.entries(values).sort((a, b) => b[1] - a[1]);
-  return rows.length ? [h("div", {}, h("h3", {}, title), h("dl", { class: "facts" }, rows.flatMap(([name, count]) => [h("dt", {}, name.replaceAll("_", " ")), h("dd", {}, `${integer(count)} ${unit}`)])))] : [];
+  return rows.length ? [h("div", {}, h("h3", {}, title), h("dl", { class: "facts" }, rows.flatMap(([name, count]) => [h("dt", {}, name.replaceAll("_", " ")), h("dd", {}, many(count, unit))])))] : [];
 }
 
 function drawLost(card, run) {
-  const found = [...counts("Dropped", run.dropped, "samples"), ...counts("Failed attempts", run.failures, "attempts")];
+  const found = [...counts("Dropped", run.dropped, "sample"), ...counts("Failed attempts", run.failures, "attempt")];
   replace(card, h("h2", {}, "What was lost"), found.length ? h("div", { class: "lost" }, found) : h("p", { class: "soft" }, "Nothing was dropped, no attempt failed."));
 }
 

@@ -1,6 +1,6 @@
 // One sample's life: its tokens, who chose each under which version and how surely, and what became of it.
 import { h, replace } from "../dom.js";
-import { NONE, environment, fixed, integer, seconds, time } from "../format.js";
+import { NONE, environment, fixed, integer, many, seconds, time } from "../format.js";
 import { TokenView } from "../tokens.js";
 import { lastList, statePill } from "./trajectories.js";
 
@@ -66,7 +66,7 @@ function facts(life) {
     fact("finish", own?.finish.replaceAll("_", " ")), fact("tokens", own ? `${integer(own.policy_tokens)} of the policy, ${integer(life.total)} in all` : null),
     fact("sampled by", own ? `replica ${own.replica}, ${own.engine}` : null), fact("temperature", own?.temperature), fact("seed", own?.seed ? h("code", {}, own.seed) : null),
     fact("generating", own ? `${seconds(own.generate_seconds)}, ${seconds(own.queue_seconds)} queued` : null), fact("in TRAJECTORY", own ? `${integer(own.sequence)}` : null),
-    fact("batch", batch ? [h("a", { href: `#/trajectories?step=${batch.for_depth}` }, `step ${batch.for_depth}`), `, ${life.staleness} depths old, ${integer(batch.rows)} rows`] : null),
+    fact("batch", batch ? [h("a", { href: `#/trajectories?step=${batch.for_depth}` }, `step ${batch.for_depth}`), `, ${many(life.staleness, "depth")} old, ${many(batch.rows, "row")}`] : null),
     fact("trained into", life.version ? [h("a", { href: `#/trajectories?version=${life.version.number}` }, `version ${life.version.number}`), life.version.on_line ? "" : " (off the line)"] : null),
     fact("digest", own ? h("code", {}, own.digest) : null)));
 }
