@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).parents[2] / "compose"
 TOML = "/config/demo.toml"
 LOOK = Path(__file__).with_name("look.py").read_text()
+LIAR = Path(__file__).with_name("liar.py").read_text()
 SERVICES = ("gateway", "rollout-worker", "trainer", "reward", "publisher", "buffer")
 REWARD_MOVES = 0.05
 
@@ -34,7 +35,7 @@ class Project:
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine = engine
         self.name = name
-        self.tools = f"{name}-tools"
+        self.tools, self.liar = f"{name}-tools", f"{name}-liar"
 
     def compose(self, *arguments: str, seconds: float = 300.0) -> str:
         return self.engine.compose(
@@ -100,7 +101,7 @@ def project(engine: Engine) -> Iterator[Project]:
     finally:
         said = found.compose("logs", "--no-color", "--tail", "60")
         Path(os.environ.get("COMPOSE_TEST_LOG", "/tmp/compose-test.log")).write_text(said)
-        found.engine.docker("rm", "--force", found.tools, check=False)
+        found.engine.docker("rm", "--force", found.tools, found.liar, check=False)
         found.compose("--profile", "observe", "down", "--volumes", "--timeout", "20")
     assert found.left_behind() == []
 
@@ -119,6 +120,11 @@ def test_a_run_in_containers(project: Project) -> None:
             assert [binding["HostIp"] for binding in bindings] == ["127.0.0.1"], container["Name"]
     _ask_the_gateway(project)
     _until(lambda: _scraped(project) >= set(SERVICES), "Prometheus scrapes every service", 90, project)
+
+    _say("a store that takes what it should refuse is refused")
+    project.compose("run", "--detach", "--no-deps", "--name", project.liar, "--entrypoint", "python", "tools", "-c", LIAR)
+    with pytest.raises(AssertionError, match="store_lies"):
+        project.compose("run", "--rm", "-T", "--no-deps", "-e", f"TOWLINE_STORE__ENDPOINT=http://{project.liar}:8333", "init")
 
     _say("a version of depth 5 acknowledged by all, and the reward moves")
     first = _until(lambda: _acknowledged(project, depth=5, replicas=2), "version 5 is acknowledged", 240, project)
@@ -143,6 +149,14 @@ def test_a_run_in_containers(project: Project) -> None:
     stopped = sorted(before)[1:]
     project.engine.docker("stop", "--time", "45", *stopped, seconds=120)
     assert [_one(project, one)["State"]["ExitCode"] for one in stopped] == [0, 0, 0]
+
+    _say("the trainer's process crashes, and the bus is restarted")
+    depth = max(project.look()["acknowledged"].values())
+    (trainer,), (bus,) = project.containers("trainer"), project.containers("nats")
+    _crash(project, trainer["Id"])
+    project.engine.docker("restart", "--time", "20", bus["Id"])
+    _until(lambda: _acknowledged(project, depth=depth + 3, replicas=1), "versions go on", 240, project)
+    assert _one(project, trainer["Id"])["RestartCount"] == 1
 
     reward = first["reward"] + REWARD_MOVES
     _until(lambda: project.look()["reward"] > reward, f"the batches' mean reward is above {reward:.2f}", 240, project)
@@ -188,7 +202,7 @@ def _crash(project: Project, container: str) -> None:
         "import os, pathlib\n"
         "for path in pathlib.Path('/proc').glob('[0-9]*/cmdline'):\n"
         "    words = path.read_bytes().split(b'\\0')\n"
-        "    if b'towline.rollout_worker' in words and words[0].endswith(b'python'):\n"
+        "    if words[0].endswith(b'python') and b'--config' in words:\n"
         "        os.kill(int(path.parent.name), 9)\n"
     )
     project.engine.docker("exec", container, "python", "-c", script, check=False)
