@@ -125,22 +125,21 @@ def arguments_object(arguments: Any) -> Any:
 
 def _hermes(text: str, names: Collection[str]) -> Parsed | None:
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them; the last may be left open."""
-    before, *blocks = text.split("<tool_call>")
-    if not blocks:
-        return None
-    calls, beside = [], [before.rstrip()]
-    for number, block in enumerate(blocks):
-        found = _object(block, 0)
+    calls, beside, at = list[Call](), list[str](), 0
+    while (mark := text.find("<tool_call>", at)) >= 0:
+        beside.append(text[at:mark].strip() if beside else text[:mark].rstrip())
+        found = _object(text, mark + len("<tool_call>"))
         call = None if found is None else _call(found[0], "arguments")
         if found is None or call is None:
             return None
-        rest = block[found[1] :].lstrip()
-        if rest.startswith("</tool_call>"):
-            beside.append(rest.removeprefix("</tool_call>").strip())
-        elif rest or number < len(blocks) - 1:
+        at = _end_of(_SPACE, text, found[1])
+        if text.startswith("</tool_call>", at):
+            at += len("</tool_call>")
+        elif at < len(text):
             return None
         calls.append(call)
-    return Parsed("\n".join(part for part in beside if part), tuple(calls))
+    beside.append(text[at:].strip())
+    return Parsed("\n".join(part for part in beside if part), tuple(calls)) if calls else None
 
 
 def _llama(text: str, names: Collection[str]) -> Parsed | None:
@@ -160,21 +159,25 @@ def _llama(text: str, names: Collection[str]) -> Parsed | None:
 
 def _mistral(text: str, names: Collection[str]) -> Parsed | None:
     """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or later models' `[TOOL_CALLS]name[ARGS]{…}` once a call."""
-    before, *blocks = text.split("[TOOL_CALLS]")
-    if not blocks:
+    calls, begin = list[Call | None](), text.find("[TOOL_CALLS]")
+    if begin < 0:
         return None
-    calls: list[Call | None] = []
-    for block in blocks:
-        if (named := _MISTRAL_NAME.match(block)) is not None:
-            found = _object(block, named.end())
-            calls.append(None if found is None or block[found[1] :].strip() else _named(named[1], found[0]))
-            continue
-        listed = _value(block, 0)
-        if listed is None or not isinstance(listed[0], list) or not listed[0] or block[listed[1] :].strip():
+    at = begin
+    while text.startswith("[TOOL_CALLS]", at):
+        at += len("[TOOL_CALLS]")
+        named = _MISTRAL_NAME.match(text, at)
+        found = _value(text, at if named is None else named.end())
+        if found is None:
             return None
-        calls += [_call(one, "arguments") for one in listed[0]]
+        if named is not None:
+            calls.append(_named(named[1], found[0]))
+        elif isinstance(found[0], list) and found[0]:
+            calls += [_call(one, "arguments") for one in found[0]]
+        else:
+            return None
+        at = _end_of(_SPACE, text, found[1])
     good = [call for call in calls if call is not None]
-    return Parsed(before.rstrip(), tuple(good)) if len(good) == len(calls) else None
+    return Parsed(text[:begin].rstrip(), tuple(good)) if at == len(text) and len(good) == len(calls) else None
 
 
 _HERMES = Form("hermes", ("<tool_call>",), _hermes)

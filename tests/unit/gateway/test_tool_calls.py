@@ -17,18 +17,14 @@ from towline.gateway.tool_calls import Call, Parsed, Reader, arguments_object, f
 from towline.session.messages import likeness
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("add", "größe")]
+# What spells a special token would become one, and not come out again.
+TEXT = st.text(st.characters(exclude_characters="<[", exclude_categories=["Cs"]), max_size=12)
 VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**53), 2**53)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=12),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=6,
 )
-CALLS = st.lists(
-    st.tuples(st.sampled_from(["add", "größe"]), st.dictionaries(st.text(max_size=6), VALUES, max_size=3)), min_size=1, max_size=3
-)
+CALLS = st.lists(st.tuples(st.sampled_from(["add", "größe"]), st.dictionaries(TEXT, VALUES, max_size=3)), min_size=1, max_size=3)
 PLAIN = st.text(st.characters(exclude_characters="<[{", exclude_categories=["Cs"]), max_size=20)
 
 
@@ -117,6 +113,16 @@ def test_a_broken_call_is_text(family: str, text: str) -> None:
             "qwen",
             '<tool_call>{"name": "other", "arguments": {"x": "\\ud800"}}</tool_call>',
             Parsed("", (Call("other", '{"x": "\\ud800"}'),)),
+        ),
+        (
+            "qwen",
+            '<tool_call>{"name": "add", "arguments": {"a": "<tool_call> </tool_call>"}}</tool_call>',
+            Parsed("", (Call("add", '{"a": "<tool_call> </tool_call>"}'),)),
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "add", "arguments": {"a": "[TOOL_CALLS]"}}]',
+            Parsed("", (Call("add", '{"a": "[TOOL_CALLS]"}'),)),
         ),
         ("llama", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', Parsed("", (Call("add", '{"a": 1}'),))),
         ("llama", '{"name": "add", "arguments": {"a": 1}}', Parsed("", (Call("add", '{"a": 1}'),))),
