@@ -48,6 +48,13 @@ class BusSettings(BaseModel):
     """Storage that the run's streams reserve on the server, in all."""
     replicas: Annotated[int, Field(ge=1, le=5)] = 1
     """Copies of each stream in a NATS cluster."""
+    sites: tuple[Annotated[str, Field(pattern=r"^[a-z0-9-]{1,32}$")], ...] = ()
+    """Clusters beside home with a bus of their own, which go on while they are cut off (docs/design/092-several-clusters.md).
+    Each one's name is its JetStream domain."""
+    site: str = ""
+    """Where this process is: one of `sites`, by TOWLINE_BUS__SITE there; empty: at home."""
+    home_domain: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,32}$")] = "home"
+    """The JetStream domain of home's bus; of use where there are `sites`."""
     connect_timeout_seconds: Positive = 10.0
     max_in_flight_bytes: Count = 64 << 20
 
@@ -90,6 +97,10 @@ class BusSettings(BaseModel):
     def _agree(self) -> BusSettings:
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ValueError("tls_cert and tls_key go together: set both or neither")
+        if self.site and self.site not in self.sites:
+            raise ValueError(f"site = {self.site!r} isn't one of sites ({', '.join(self.sites) or 'none'}): name it there, too")
+        if len({self.home_domain, *self.sites}) <= len(self.sites):
+            raise ValueError("sites and home_domain name JetStream domains: each must be another")
         if self.password.get_secret_value() and self.password_file:
             raise ValueError("give either password or password_file")
         ways = {"nkey_seed_file": self.nkey_seed_file, "credentials_file": self.credentials_file, "user": self.user,

@@ -12,6 +12,7 @@ from towline.access.roles import INIT
 from towline.bus.address import without_user
 from towline.bus.client import Bus
 from towline.bus.consumer import Consumer
+from towline.bus.sites import SITE_BUCKETS, SITE_STREAMS
 from towline.bus.topology import BUCKETS, STREAMS, ConsumerSpec, Topology
 from towline.config import Settings
 from towline.contract.task import TRAIN
@@ -25,8 +26,10 @@ async def initialise(settings: Settings) -> list[str]:
     own = as_role(settings, INIT)
     told = [await asyncio.to_thread(_store, own)]
     await prepare_bus(settings)
+    streams, buckets = (SITE_STREAMS, SITE_BUCKETS) if own.bus.site else (STREAMS, BUCKETS)
+    counted = f"{len(streams)} streams, {len(buckets)}"
     consumers = ", ".join(spec.durable for spec in _consumers(own))
-    told.append(f"bus {without_user(own.bus.url)}: {len(STREAMS)} streams, {len(BUCKETS)} buckets, consumers {consumers}")
+    told.append(f"bus {without_user(own.bus.url)}: {counted} buckets, consumers {consumers}")
     return told
 
 
@@ -43,9 +46,12 @@ async def prepare_bus(settings: Settings) -> None:
 
 
 def _consumers(settings: Settings) -> list[ConsumerSpec]:
-    topology, rollout = Topology(settings.run.name), settings.rollout
+    topology, rollout = Topology(settings.run.name, settings.bus.site), settings.rollout
+    lane = topology.lane_consumer(TRAIN, rollout.replicas * rollout.slots, ack_wait_seconds=rollout.ack_wait_seconds)
+    if topology.site:
+        return [lane]
     return [
-        topology.lane_consumer(TRAIN, rollout.replicas * rollout.slots, ack_wait_seconds=rollout.ack_wait_seconds),
+        lane,
         topology.reward_consumer(ack_wait_seconds=settings.reward.ack_wait_seconds),
         topology.publisher_consumer(),
     ]

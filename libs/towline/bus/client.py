@@ -60,7 +60,7 @@ class Bus:
         patience_seconds: float = PATIENCE_SECONDS,
     ) -> Bus:
         """Connect within `settings.connect_timeout_seconds`. Calls on a bus that goes away give up after `patience_seconds`."""
-        topology = Topology(run)
+        topology = Topology(run, settings.site, settings.sites)
         return cls(await Connection.open(settings, client_name), topology, settings, blobs, patience_seconds)
 
     async def close(self) -> None:

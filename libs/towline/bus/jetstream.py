@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from towline.bus.connection import Connection
+from towline.bus.sites import placed
 from towline.bus.topology import BUCKET_BYTES, BUCKETS, STREAMS, BucketSpec, StreamSpec, Topology
 from towline.bus.wire import NO_STORAGE, NOT_FOUND, ApiError, Message, Unsettled, answer, own_headers, timestamp
 from towline.config import BusSettings
@@ -166,11 +167,14 @@ class JetStream:
         reserved = BUCKET_BYTES * len(BUCKETS)
         budget = self.settings.budget_bytes - reserved
         for spec in STREAMS:
-            await self._ensure(self._stream_config(spec, int(budget * spec.budget_share)))
+            await self._ensure(placed(self._stream_config(spec, int(budget * spec.budget_share)), spec, self.settings))
         for bucket in BUCKETS:
-            await self._ensure(self._bucket_config(bucket, max(BUCKET_BYTES, int(budget * bucket.budget_share))))
+            config = self._bucket_config(bucket, max(BUCKET_BYTES, int(budget * bucket.budget_share)))
+            await self._ensure(placed(config, bucket, self.settings))
 
-    async def _ensure(self, wanted: dict[str, Any]) -> None:
+    async def _ensure(self, wanted: dict[str, Any] | None) -> None:
+        if wanted is None:
+            return
         name = wanted["name"]
         what = f"set up stream {name}"
         try:

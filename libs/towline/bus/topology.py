@@ -85,9 +85,11 @@ class ConsumerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The names of one run."""
+    """The names of one run. `site`: whose streams these are, "" at home; `sites`: all that have lanes of their own (sites.py)."""
 
     run: str
+    site: str = ""
+    sites: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not RUN_NAME.fullmatch(self.run):
@@ -107,11 +109,12 @@ class Topology:
         return subject.removeprefix(f"towline.{self.run}.")
 
     # CONTROL
-    def task(self, lane: str, version: int | None = None) -> str:
-        return self.subject(f"control.task.{_lane(lane, version)}")
+    def task(self, lane: str, version: int | None = None, site: str = "") -> str:
+        """`site`: whose workers alone get it; "": home's."""
+        return self.subject(f"control.task.{_lane(lane, version, site)}")
 
-    def reissue(self, lane: str, version: int | None = None) -> str:
-        return self.subject(f"control.reissue.{_lane(lane, version)}")
+    def reissue(self, lane: str, version: int | None = None, site: str = "") -> str:
+        return self.subject(f"control.reissue.{_lane(lane, version, site)}")
 
     def control(self, kind: str) -> str:
         """`kind`: writer, batch, drop, requeue, cancel, admit, eval, fork, snapshot or end."""
@@ -145,11 +148,14 @@ class Topology:
     def lane_consumer(
         self, lane: str, fleet_slots: int, version: int | None = None, ack_wait_seconds: float = ACK_WAIT_SECONDS
     ) -> ConsumerSpec:
-        """The lane's one consumer, from which every worker pulls. An exact version's goes away when nobody pulls."""
+        """The lane's one consumer here, from which every worker pulls. An exact version's goes away when nobody pulls.
+
+        At a site it has the same name, on the mirror, and only what is issued to the site: so no task has two consumers.
+        """
         return ConsumerSpec(
             stream=self.stream(CONTROL),
             durable=f"lane-{_lane(lane, version).replace('.', '-')}",
-            filters=(self.task(lane, version), self.reissue(lane, version)),
+            filters=(self.task(lane, version, self.site), self.reissue(lane, version, self.site)),
             max_ack_pending=max(2 * fleet_slots, 1),
             ack_wait_seconds=ack_wait_seconds,
             inactive_seconds=600.0 if version is not None else None,
@@ -167,7 +173,7 @@ def _group(group: int | str) -> str:
     return group if isinstance(group, str) else group_token(group)
 
 
-def _lane(lane: str, version: int | None) -> str:
+def _lane(lane: str, version: int | None, site: str = "") -> str:
     if not TOKEN.fullmatch(lane):
         raise UsageError(f"lane {lane!r}: use letters, digits, '_' and '-'", code="lane_name")
-    return lane if version is None else f"{lane}.{version}"
+    return ".".join([lane, *([] if version is None else [str(version)]), *([site] if site else [])])

@@ -13,8 +13,9 @@ async def run_has_ended(bus: Bus, steps: int) -> bool:
     message = await bus.last(CONTROL, bus.topology.control("end"))
     if message is None:
         return False
-    for lane in (TRAIN, SESSION):
-        admitted = await bus.last(CONTROL, bus.topology.task(lane))
+    tasks = bus.topology.task
+    for subject in (tasks(TRAIN), tasks(SESSION), *(tasks(TRAIN, site=site) for site in bus.topology.sites)):
+        admitted = await bus.last(CONTROL, subject)
         if admitted is not None and admitted.sequence > message.sequence:
             return False
     record = decode_control(message.data)

@@ -1,0 +1,147 @@
+"""Two sites on one machine: home's nats-server and another's, each a JetStream domain, one leaf connection between them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.proxy import Proxy, proxied
+from support.waiting import until
+from towline.access.credentials import bus_users
+from towline.access.identity import bus_as
+from towline.access.init import prepare_bus
+from towline.access.nats_config import Account, users_config
+from towline.access.roles import ROLES
+from towline.access.sites import SEED_VARIABLE, home_config, site_config
+from towline.bus.client import Bus
+from towline.config import BusSettings, ModelSettings, PromptSettings, RewardSettings, RunSettings, SamplingSettings, Settings
+
+SITE = "b"
+ACCOUNT = "towline"
+BINARY = Path(sys.executable).parent / "nats-server"
+HOST = "127.0.0.1"
+
+
+@dataclass
+class Pair:
+    """`home` and `site`: how processes come to either bus. `line`: the way between them."""
+
+    run: str
+    home: BusSettings
+    site: BusSettings
+    line: Proxy
+    folder: Path
+
+    def cut(self) -> None:
+        self.line.refuse = True
+        self.line.cut()
+
+    def heal(self) -> None:
+        self.line.refuse = False
+
+    async def prepare(self) -> None:
+        """As `towline init` on both sides."""
+        for bus in (self.home, self.site):
+            await prepare_bus(settings_of(self.run, bus))
+
+    @asynccontextmanager
+    async def buses(self, home_role: str = "", site_role: str = "") -> AsyncIterator[tuple[Bus, Bus]]:
+        home = await Bus.connect(
+            bus_as(self.home, home_role or "operator"), run=self.run, client_name="home", patience_seconds=15
+        )
+        try:
+            site = await Bus.connect(
+                bus_as(self.site, site_role or "operator"), run=self.run, client_name="b", patience_seconds=15
+            )
+            try:
+                yield home, site
+            finally:
+                await site.close()
+        finally:
+            await home.close()
+
+
+def settings_of(run: str, bus: BusSettings) -> Settings:
+    return Settings(
+        run=RunSettings(name=run),
+        bus=bus,
+        model=ModelSettings(source="none"),
+        prompts=PromptSettings(source="a:b"),
+        sampling=SamplingSettings(max_tokens=8),
+        reward=RewardSettings(function="a:b"),
+    )
+
+
+def server_config(name: str, listen: str, store: Path, users: str, leaf: str) -> str:
+    return (
+        f'server_name: {name}\nlisten: "{listen}"\nmax_payload: 8MB\nmax_pending: 256MB\n'
+        f'jetstream {{ store_dir: "{store}", domain: {name}, max_file_store: 4GB }}\n{users}{leaf}'
+    )
+
+
+@asynccontextmanager
+async def server(config: Path, port: int, environment: dict[str, str], prefix: Sequence[str] = ()) -> AsyncIterator[None]:
+    """`prefix`: of the command line, to run it elsewhere."""
+    with config.with_suffix(".log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            *prefix, BINARY, "-c", config, env={**os.environ, **environment}, stderr=log
+        )
+    try:
+        if not prefix:
+            await until(lambda: listens(port))
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+
+
+@asynccontextmanager
+async def pair(folder: Path, run: str) -> AsyncIterator[Pair]:
+    home_port, door, site_port = (free_port() for _ in range(3))
+    keys = folder / "keys"
+    users = users_config([Account(ACCOUNT, [run], bus_users(keys, ROLES))])
+    leaf = bus_users(keys, ["leaf"])["leaf"]
+    async with proxied(f"nats://{HOST}:{door}") as line:
+        home = folder / "home.conf"
+        home.write_text(
+            server_config(
+                "home", f"{HOST}:{home_port}", folder / "home", users,
+                home_config(f"{HOST}:{door}", leaf, ACCOUNT),
+            )
+        )  # fmt: skip
+        site = folder / "site.conf"
+        site.write_text(
+            server_config(
+                SITE, f"{HOST}:{site_port}", folder / "site", users,
+                site_config(line.url.replace("nats://", "nats-leaf://"), [run], ACCOUNT),
+            )
+        )  # fmt: skip
+        seed = (keys / "leaf.nk").read_text().strip()
+        common = BusSettings(keys_folder=str(keys), sites=(SITE,), budget_bytes=128 << 20)
+        async with server(home, home_port, {}), server(site, site_port, {SEED_VARIABLE: seed}):
+            yield Pair(
+                run,
+                common.model_copy(update={"url": f"nats://{HOST}:{home_port}"}),
+                common.model_copy(update={"url": f"nats://{HOST}:{site_port}", "site": SITE}),
+                line,
+                folder,
+            )
+
+
+def listens(port: int, host: str = HOST) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((host, port)) == 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
