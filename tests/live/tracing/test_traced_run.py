@@ -13,7 +13,8 @@ from support.otlp import Collector, SpanSeen, collecting
 DEMO = Path(__file__).parents[3] / "examples" / "demo.toml"
 SMALL = (
     "--set", "eval.prompts=8", "--set", "eval.every=2", "--set", "buffer.groups_per_batch=4",
-    "--set", "trainer.checkpoint_every=1", "--set", "model.arguments={layers = 1, hidden = 32, warm_up_steps = 5}", "--set", "rollout.poll_seconds=0.1",
+    "--set", "trainer.checkpoint_every=1",
+    "--set", "model.arguments={layers = 1, hidden = 32, warm_up_steps = 5}", "--set", "rollout.poll_seconds=0.1",
 )  # fmt: skip
 
 
