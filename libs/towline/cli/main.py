@@ -47,6 +47,7 @@ app.add_typer(versions.app, name="versions")
 app.add_typer(trajectories.app, name="trajectories")
 app.add_typer(import_module("towline.cli.delta").app, name="delta")
 app.add_typer(import_module("towline.cli.bridge").app, name="bridge")
+app.add_typer(import_module("towline.cli.store").app, name="store")
 app.add_typer(import_module("towline.cli.dead").app, name="dead")
 
 
