@@ -85,6 +85,7 @@ def _private() -> Iterator[Engine]:
     finally:
         daemon.terminate()
         daemon.wait(60)
+        subprocess.run(["umount", str(CACHE / "exec/netns/default")], timeout=20, capture_output=True)  # it may leave this
         _restore(before)
 
 
