@@ -77,7 +77,7 @@ class Transport:
                     one = await self._measure(name, size, messages, [], bus, store)
                     if turn:  # the first is the warm-up
                         found[name].append(one)
-                        self._say(f"{name} {size:,} bytes: {one.rate:,.0f} messages/s")
+                        self._say(f"{name} {size:,} bytes: {one.rate:,.4g} messages/s")
             title = f"{size}"
             for name in systems:
                 rates = [one.rate for one in found[name]]
