@@ -9,27 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from towline.errors import UsageError
 from towline.session.messages import Message
+from towline.session.spelling import Spelling, Tokenizer
 
 STAND_IN = "zqtowlinezq"
 """The stand-in's answer: a text that no template writes or trims."""
 _ASKED = {"role": "user", "content": "q"}
 _ANSWERED = {"role": "assistant", "content": STAND_IN}
-
-
-class Tokenizer(Protocol):
-    """What is needed of one."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
-
-    def token_to_id(self, token: str) -> int | None: ...
-
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -41,6 +30,10 @@ class Boundary:
     family: str
     variables: Mapping[str, Any] = field(default_factory=dict)
     """For the template, the same in every turn (enable_thinking, …)."""
+    _spelling: Spelling = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._spelling = Spelling(self.tokenizer, self.ends)
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[int]:
         """The first prompt, up to where the policy's answer begins."""
@@ -78,29 +71,27 @@ class Boundary:
         return tokens
 
     def _after_text(self, messages: Sequence[Message]) -> str:
-        text = self._render([_ASKED, _ANSWERED, *messages], None)
+        text = self._render(messages, None, own=(_ASKED, _ANSWERED))
         before, found, after = text.rpartition(STAND_IN)
         if not found or STAND_IN in before:
             raise self._unsafe("it doesn't write an answer as it is, once")
         return after
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
+    def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, own: Sequence[Message] = ()) -> str:
+        """`own` messages come first, and only they may spell the stand-in."""
         variables = dict(self.variables)
         if tools:
             variables["tools"] = list(tools)
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    [dict(message) for message in messages], add_generation_prompt=True, tokenize=False, **variables
-                )
-            )
-        except UsageError:
-            raise
+            return self._spelling.render(messages, variables, own=own, apart=STAND_IN)
+        except UsageError as error:
+            raise UsageError(self._spelling.unguarded(error.message), code=error.code) from error
         except Exception as error:
-            raise UsageError(f"the chat template refuses the messages: {_line(error)}", code="chat_template") from error
+            said = self._spelling.unguarded(_line(error))
+            raise UsageError(f"the chat template refuses the messages: {said}", code="chat_template") from error
 
     def _encode(self, text: str) -> list[int]:
-        return [int(token) for token in self.tokenizer.encode(text, add_special_tokens=False)]
+        return self._spelling.encode(text)
 
     def _unsafe(self, why: str) -> UsageError:
         return UsageError(

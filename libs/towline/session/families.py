@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from towline.session.boundary import Boundary, Tokenizer
+from towline.session.boundary import Boundary
+from towline.session.spelling import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

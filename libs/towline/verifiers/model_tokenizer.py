@@ -56,6 +56,11 @@ class PlainTokenizer:
         return environment.from_string(self._template)
 
     @property
+    def backend_tokenizer(self) -> Any:
+        """The tokenizers library's."""
+        return self._tokenizer
+
+    @property
     def vocab_size(self) -> int:
         return int(self._tokenizer.get_vocab_size())
 

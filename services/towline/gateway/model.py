@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from towline.errors import UsageError
+from towline.session.spelling import Spelling, Tokenizer
 from towline.store.base import base_files
 from towline.store.log import Log
 from towline.store.objects import ObjectStore
@@ -31,19 +33,26 @@ class Model:
         return found
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
-        """A chat as the model's template writes it, up to where the assistant's answer begins."""
-        tokenizer = self._needed()
+        """A chat as the model's template writes it, up to where the assistant's answer begins. Texts stay texts, whatever special
+        tokens they spell."""
+        self._needed()
         try:
-            text = tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False, **variables
-            )
+            text = self._spelling.render(messages, variables)
         except (UsageError, ValueError, TypeError, KeyError, LookupError) as error:
-            raise UsageError(f"the chat template refuses the messages: {error}", code="chat_template") from error
+            raise self._refused(error) from error
         except Exception as error:
             if type(error).__module__.partition(".")[0] != "jinja2":
                 raise
-            raise UsageError(f"the chat template refuses the messages: {error}", code="chat_template") from error
-        return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+            raise self._refused(error) from error
+        return self._spelling.encode(text)
+
+    def _refused(self, error: Exception) -> UsageError:
+        said = self._spelling.unguarded(str(error))
+        return UsageError(f"the chat template refuses the messages: {said}", code="chat_template")
+
+    @functools.cached_property
+    def _spelling(self) -> Spelling:
+        return Spelling(cast(Tokenizer, self._needed()), frozenset(self.stop_token_ids))
 
     def _needed(self) -> LazyTokenizer:
         if self.tokenizer is None:

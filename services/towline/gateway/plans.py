@@ -19,8 +19,9 @@ from towline.gateway.model import Model
 from towline.gateway.routing import Constraint
 from towline.gateway.samples import Ask, Sample
 from towline.gateway.tool_calls import Reader, form_of, tool_names, written
-from towline.session.boundary import Boundary, Tokenizer
+from towline.session.boundary import Boundary
 from towline.session.families import boundary_of
+from towline.session.spelling import Tokenizer
 
 MOST_BOUNDARIES = 64
 """Proven ones that are kept, by their template variables; those of longer ones are proved each time."""
