@@ -1,7 +1,8 @@
 """The simulator against load tests: python -m loadtests.simulation [--folder F] [--within 0.1] [--seeds 8]; exit 1 beyond it.
 
-Hops' times are taken from one load test (trainer: its slots are free) alone; what is compared are the predictions for all of them: throughput, goodput,
-staleness, the trainer's idle share. A prediction is the mean over a few seeds, since a measurement is one draw of lengths.
+Hops' times are taken from one load test (trainer: its slots are free) alone; what is compared are the predictions for all of
+them: throughput, goodput, staleness, the trainer's idle share. A prediction is the mean over a few seeds, since a measurement is
+one draw of lengths.
 """
 
 from __future__ import annotations

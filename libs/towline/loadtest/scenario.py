@@ -127,8 +127,6 @@ class Load(_Table):
     tool_tokens: Annotated[int, Field(ge=0)] = 64
     reward_seconds: Annotated[float, Field(ge=0)] = 0.0
     """A verifier's time for one sample."""
-    lengths_of: str = ""
-    """A recorded run (RUN, TOML or bundle) whose samples' lengths the engines draw from."""
     trainer: TrainerLoad = TrainerLoad()
     disturbances: tuple[Disturbance, ...] = ()
     payload_bytes: tuple[Count, ...] = (65536,)
