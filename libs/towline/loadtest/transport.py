@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -58,6 +59,9 @@ class Transport:
 
     async def run(self) -> Result:
         load, result = self._scenario.load, new_result(self._scenario)
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        loop.add_signal_handler(signal.SIGTERM, task.cancel)  # in order, so that no server is left
         async with self._served() as (bus, store):
             if load.rates or load.profile:
                 await self._open_loop(result, bus, store)
