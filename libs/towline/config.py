@@ -114,6 +114,9 @@ class BufferSettings(_Section):
     """Batches' worth of filtered and requeued groups in a row after which the run flushes what it has, or ends; 0: no limit."""
     min_batch_groups: Count = 1
     """The least that a flushed batch may hold, at the data's end or after max_resample_rounds."""
+    site_silent_seconds: Positive = 600.0
+    """A site (bus.sites) that nothing is heard of for so long counts as lost: what it was asked for and hasn't delivered is
+    issued at home. One that was only cut off generated it, too: the first to arrive is trained, the other was for nothing."""
     snapshot_every_records: Count = 20_000
     keep_history: bool = True
     """False: what no restart can need any more is purged from CONTROL, TRAJECTORY and OUTCOME (docs/design/020-buffer.md)."""

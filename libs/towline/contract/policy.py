@@ -98,6 +98,8 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     subscription: Literal["latest", "pinned", "behind", "canary"] = "latest"
     failed: dict[int, str] = {}
     """Versions that it couldn't serve, and why."""
+    site: str | msgspec.UnsetType = msgspec.UNSET
+    """Where it is; absent: at home."""
 
 
 _ack = msgspec.msgpack.Decoder(Ack)

@@ -64,6 +64,13 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     admitted_at: float
     deadline: float
     """Unix seconds, as is `admitted_at`."""
+    site: str | msgspec.UnsetType = msgspec.UNSET
+    """The site whose workers alone get it, in a lane of its own; absent: home's workers."""
+
+    @property
+    def issued_to(self) -> str:
+        """`site`, "" for home."""
+        return self.site or ""
 
     @property
     def prompt_tokens(self) -> npt.NDArray[np.int32]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 import structlog
+from msgspec import UNSET
 
 from towline.bus.client import Bus
 from towline.bus.topology import ACKS, REGISTRY_TTL_SECONDS, REPLICAS
@@ -37,12 +38,14 @@ class Registry:
         busy: Callable[[], int],
         subscription: Literal["latest", "pinned", "behind", "canary"],
         failed: Mapping[int, str],
+        site: str = "",
     ) -> None:
         self._replicas, self._acks = bus.kv(REPLICAS), bus.kv(ACKS)
         self._replica, self._engine, self._states = replica, engine, states
         self._version, self._busy, self._subscription, self._failed = version, busy, subscription, failed
         self._wake = asyncio.Event()
         self._host = socket.gethostname()
+        self._site = site or UNSET
 
     def renew(self) -> None:
         """Write the entry soon: something in it has changed."""
@@ -74,6 +77,7 @@ class Registry:
             at=time.time(),
             subscription=self._subscription,
             failed=dict(self._failed),
+            site=self._site,
         )
 
     async def acknowledge(self, ack: Ack) -> None:

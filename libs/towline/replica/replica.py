@@ -83,7 +83,7 @@ class Replica:
         self.figures = ReplicaFigures()
         self.registry = Registry(
             bus, replica=name, engine=engine, states=self.states, version=lambda: self.version, busy=busy,
-            subscription=rollout.subscription, failed=self.figures.failed,
+            subscription=rollout.subscription, failed=self.figures.failed, site=bus.topology.site,
         )  # fmt: skip
         self.on_version: Callable[[], None] = lambda: None
         self.on_news: Callable[[], None] = lambda: None

@@ -38,6 +38,7 @@ from __future__ import annotations
 from msgspec import UNSET, UnsetType
 
 from towline.buffer.limiter import pacing
+from towline.buffer.sites import spread
 from towline.buffer.view import Unit, View, seed_of
 from towline.contract.control import TaskRecord
 from towline.contract.task import SESSION, TRAIN, Task, pack_tokens
@@ -100,7 +101,9 @@ def admit(view: View) -> list[Unit]:
     waiting = state.waiting_groups(depth)
     waiting_again = iter(state.requeue.items())
     units: list[Unit] = []
-    for place, lane in enumerate(lanes(view), start=waiting):
+    allowed = lanes(view)
+    sites = iter(spread(view, allowed.count(TRAIN)))
+    for place, lane in enumerate(allowed, start=waiting):
         again = next(waiting_again, None)
         if again is not None:
             prompt = Prompt(again[1].prompt_tokens.tolist(), again[1].prompt_ref, again[1].reference)
@@ -125,6 +128,7 @@ def admit(view: View) -> list[Unit]:
             not_before_depth=max(0, depth + place // rules.admitted_per_batch - rules.max_staleness),
             admitted_at=view.now,
             deadline=view.now + rules.group_deadline_seconds,
+            site=(next(sites) or UNSET) if lane == TRAIN else UNSET,
         )
         units.append(group_unit(task, [seed_of(rules.seed, TRAIN, group, i) for i in range(rules.group_size)],
                                 requeues=UNSET if again is None else again[0]))  # fmt: skip

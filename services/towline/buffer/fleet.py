@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Iterable
 
+from towline.buffer.presence import HOME, Listener, Presence
 from towline.bus.client import Bus, Consumer
 from towline.bus.topology import REPLICAS
 from towline.contract.policy import ReplicaInfo, decode_replica
@@ -16,8 +19,10 @@ from towline.store.lineage import Lineage
 class Fleet:
     """`refresh` now and then; `prepare` before tasks of an eval version are issued."""
 
-    def __init__(self, bus: Bus, ack_wait_seconds: float) -> None:
+    def __init__(self, bus: Bus, ack_wait_seconds: float, site_silent_seconds: float = math.inf) -> None:
         self.replicas: list[ReplicaInfo] = []
+        self.presence = Presence()
+        self._listener = Listener(bus.topology.sites, site_silent_seconds)
         self._bus = bus
         self._ack_wait_seconds = ack_wait_seconds
         self._lanes: dict[int | None, tuple[Consumer, int]] = {}
@@ -35,6 +40,7 @@ class Fleet:
             with contextlib.suppress(MalformedError):  # of another release: its tasks are its own, only its slots don't count
                 found.append(decode_replica(data))
         self.replicas = [replica for replica in found if replica.state != "failed"]
+        self.presence = self._listener.hear(self.replicas, time.monotonic())
         wanted: set[int | None] = {None, *eval_versions}
         for version in [version for version in self._lanes if version not in wanted]:
             await self._lanes.pop(version)[0].close()
@@ -45,12 +51,13 @@ class Fleet:
         """The lane's consumer is there, before a task of it is issued, and knows the fleet's slots."""
         consumer, known = self._lanes.get(version, (None, -1))
         lane = TRAIN if version is None else EVAL
-        spec = self._bus.topology.lane_consumer(lane, self.slots, version, self._ack_wait_seconds)
+        slots = self.presence.slots.get(HOME, 0)  # a site's workers pull from its own lane
+        spec = self._bus.topology.lane_consumer(lane, slots, version, self._ack_wait_seconds)
         if consumer is None:
             consumer = await self._bus.consumer(spec)
-        if known != self.slots:
+        if known != slots:
             await consumer.update(max_ack_pending=spec.max_ack_pending, ack_wait_seconds=spec.ack_wait_seconds)
-        self._lanes[version] = (consumer, self.slots)
+        self._lanes[version] = (consumer, slots)
 
     def eligible(self, lineage: Lineage, not_before_depth: int) -> bool:
         """Whether a replica serves, or is on its way to, a version of the line with this depth."""

@@ -77,6 +77,8 @@ class Sample(msgspec.Struct, gc=False):
     cancelled: int = 0
     """The newest task of it that a cancel record named."""
     scored: Scored | None = None
+    site: str = ""
+    """Whose workers its newest task is for; "": home's."""
 
     @property
     def attempts(self) -> int:

@@ -72,7 +72,7 @@ class Leader:
     def __init__(self, settings: Settings, bus: Bus, objects: ObjectStore, tell: Tell) -> None:
         self.state = State()
         self.lineage = Lineage()
-        self.fleet = Fleet(bus, settings.rollout.ack_wait_seconds)
+        self.fleet = Fleet(bus, settings.rollout.ack_wait_seconds, settings.buffer.site_silent_seconds)
         self.janitor = Janitor(bus, objects, lambda: self.state)
         self.leftovers = Leftovers(bus, lambda: self.state)
         self.finished = False
@@ -252,7 +252,7 @@ class Leader:
 
     def _at(self, now: float) -> View:
         assert self._run is not None
-        return View(self.state, self.lineage, *self._run, now)
+        return View(self.state, self.lineage, *self._run, now, self.fleet.presence)
 
     async def _append(self, units: list[Unit]) -> None:
         for version in _eval_versions(units):

@@ -51,7 +51,7 @@ def chunks(units: Iterable[Unit], topology: Topology, stamp: Callable[[], str]) 
 def subject_of(record: Record, topology: Topology) -> str:
     """Where the record is published: tasks and re-issues on their lane, anything else by its kind."""
     if isinstance(record, TaskRecord):
-        return topology.task(record.task.lane, record.task.exact_version)
+        return topology.task(record.task.lane, record.task.exact_version, record.task.issued_to)
     if isinstance(record, ReissueRecord):
-        return topology.reissue(record.task.lane, record.task.exact_version)
+        return topology.reissue(record.task.lane, record.task.exact_version, record.task.issued_to)
     return topology.control(str(record.__struct_config__.tag))

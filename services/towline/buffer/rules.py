@@ -51,6 +51,8 @@ class Rules:
     max_resample_rounds: int = 0
     max_failed_groups: int = 0
     min_batch_groups: int = 1
+    sites: tuple[str, ...] = ()
+    """That have a lane of their own."""
 
     @property
     def admitted_per_batch(self) -> int:
@@ -121,4 +123,5 @@ def rules_from(settings: Settings, *, stop_token_ids: tuple[int, ...]) -> Rules:
         max_resample_rounds=buffer.max_resample_rounds,
         max_failed_groups=settings.reward.max_failed_groups,
         min_batch_groups=buffer.min_batch_groups,
+        sites=settings.bus.sites,
     )

@@ -99,7 +99,7 @@ class State(Outcomes):
                 self.newest_eval = max(self.newest_eval, version)
         if group.samples[task.sample] is not None:
             raise InvariantError(f"sample {task.group}.{task.sample} is admitted a second time, at {sequence}", code="twice")
-        group.samples[task.sample] = Sample(sequence, task.not_before_depth, task.attempt, task.seed)
+        group.samples[task.sample] = Sample(sequence, task.not_before_depth, task.attempt, task.seed, site=task.issued_to)
         self.admitted += 1
         self.ended = None
         if group.is_train:
@@ -141,6 +141,7 @@ class State(Outcomes):
         if group is None or sample is None or group.batch is not None:
             raise InvariantError(f"sample {task.group}.{task.sample}, re-issued at {sequence}, isn't open", code="not_open")
         sample.task_sequence, sample.attempt, sample.not_before_depth = sequence, task.attempt, task.not_before_depth
+        sample.site = task.issued_to
         key = (task.group, task.sample)
         self.failing.pop(key, None)
         self.stranded.pop(key, None)

@@ -10,6 +10,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from towline.buffer.groups import Group, Sample
+from towline.buffer.sites import SILENT, unheard
 from towline.buffer.staleness import STALE, over_bound, unfit
 from towline.buffer.state import EQUAL_REWARDS
 from towline.buffer.view import Unit, View
@@ -27,7 +28,7 @@ def tidy(view: View) -> list[Unit]:
     for number, reason in reasons.items():
         requeue = reason == STALE and view.rules.over_stale == "requeue"
         units.extend(_drop(state.groups[number], reason, requeue=requeue))
-    for number, index in dict.fromkeys([*state.failing, *state.stranded, *state.lost]):
+    for number, index in dict.fromkeys([*state.failing, *state.stranded, *state.lost, *unheard(view)]):
         if number not in reasons:
             units.extend(_reissue(view, state.groups[number], index))
     for number, index in state.surplus:
@@ -108,8 +109,16 @@ def _reissue(view: View, group: Group, index: int) -> list[Unit]:
     if group.is_train:
         least = max(0, view.depth - rules.max_staleness)
         not_before = max(min(not_before, view.state.fork_depth) if reason == "fork" else not_before, least)
+    silent = sample.site in view.presence.silent
+    if silent and reason == "missing":
+        reason = SILENT
     again = replace(
-        task, sample=index, seed=sample.seed, attempt=sample.attempt + 1, not_before_depth=not_before
+        task,
+        sample=index,
+        seed=sample.seed,
+        attempt=sample.attempt + 1,
+        not_before_depth=not_before,
+        site=UNSET if silent else sample.site or UNSET,
     )  # the same seed: whoever takes it goes on from the sample's PARTIAL, if there is one
     return [(_cancel(group.number, index, sample, reason),), (ReissueRecord(writer="", task=again, reason=reason),)]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import xxhash
 
 from towline.buffer.limiter import Limiter, pacing
+from towline.buffer.presence import Presence
 from towline.buffer.rules import Rules
 from towline.buffer.state import State
 from towline.contract.control import VERIFY_FAILED_ALL, Record
@@ -27,13 +28,14 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """State, lineage (entry 0 is there), rules, prompts and the time in Unix seconds."""
+    """State, lineage (entry 0 is there), rules, prompts, the time in Unix seconds, and who is where."""
 
     state: State
     lineage: Lineage
     rules: Rules
     sources: Sources
     now: float
+    presence: Presence = field(default_factory=Presence)
 
     @property
     def depth(self) -> int:

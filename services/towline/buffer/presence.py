@@ -1,0 +1,40 @@
+"""Who is where: the slots that each site has at the moment, and which sites nothing is heard of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from towline.contract.policy import ReplicaInfo
+
+HOME = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """`slots`: site -> those of its replicas that are alive, "" is home. `silent`: sites that count as lost."""
+
+    slots: Mapping[str, int] = field(default_factory=dict)
+    silent: frozenset[str] = frozenset()
+
+
+class Listener:
+    """Hears the registry. A site counts from the listener's start on as heard, so that a new buffer gives it its time."""
+
+    def __init__(self, sites: Iterable[str], silent_seconds: float) -> None:
+        self._silent_seconds = silent_seconds
+        self._heard: dict[str, float | None] = dict.fromkeys(sites)
+
+    def hear(self, replicas: Iterable[ReplicaInfo], now: float) -> Presence:
+        """`replicas`: whose entries haven't expired, at `now`, seconds of one clock."""
+        slots: dict[str, int] = {}
+        for replica in replicas:
+            site = replica.site or HOME
+            slots[site] = slots.get(site, 0) + replica.slots
+        for site, last in self._heard.items():
+            if site in slots or last is None:
+                self._heard[site] = now
+        return Presence(
+            slots,
+            frozenset(site for site, last in self._heard.items() if last is not None and now - last > self._silent_seconds),
+        )
