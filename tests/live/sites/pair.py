@@ -25,6 +25,7 @@ from towline.config import BusSettings, ModelSettings, PromptSettings, RewardSet
 
 SITE = "b"
 ACCOUNT = "towline"
+ANYBODY = f"accounts {{ {ACCOUNT} {{ jetstream: enabled, users: [ {{ user: any, password: any }} ] }} }}\nno_auth_user: any\n"
 BINARY = Path(sys.executable).parent / "nats-server"
 HOST = "127.0.0.1"
 
@@ -104,10 +105,11 @@ async def server(config: Path, port: int, environment: dict[str, str], prefix: S
 
 
 @asynccontextmanager
-async def pair(folder: Path, run: str) -> AsyncIterator[Pair]:
+async def pair(folder: Path, run: str, *, roles: bool = True) -> AsyncIterator[Pair]:
+    """`roles`: with a user for each; else anybody may do anything."""
     home_port, door, site_port = (free_port() for _ in range(3))
     keys = folder / "keys"
-    users = users_config([Account(ACCOUNT, [run], bus_users(keys, ROLES))])
+    users = users_config([Account(ACCOUNT, [run], bus_users(keys, ROLES))]) if roles else ANYBODY
     leaf = bus_users(keys, ["leaf"])["leaf"]
     async with proxied(f"nats://{HOST}:{door}") as line:
         home = folder / "home.conf"
@@ -125,7 +127,7 @@ async def pair(folder: Path, run: str) -> AsyncIterator[Pair]:
             )
         )  # fmt: skip
         seed = (keys / "leaf.nk").read_text().strip()
-        common = BusSettings(keys_folder=str(keys), sites=(SITE,), budget_bytes=128 << 20)
+        common = BusSettings(keys_folder=str(keys) if roles else "", sites=(SITE,), budget_bytes=128 << 20)
         async with server(home, home_port, {}), server(site, site_port, {SEED_VARIABLE: seed}):
             yield Pair(
                 run,
