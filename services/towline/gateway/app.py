@@ -46,7 +46,6 @@ CONTROL_ROUTES = (
 """SGLang's routes that change an engine. The fleet's weights come from the LOG alone."""
 _log = structlog.get_logger("towline.gateway")
 
-Handler = Callable[[Request], Awaitable[Response]]
 Events = AsyncGenerator[list[dict[str, Any]], None]
 
 
@@ -71,27 +70,28 @@ class Api:
         self.metering = Metering(metrics)
 
     def app(self) -> Starlette:
+        at = self._at
         routes = [
-            Route("/generate", self._route(self._generate), methods=["POST"]),
-            Route("/v1/completions", self._route(self._completions), methods=["POST"]),
-            Route("/v1/chat/completions", self._route(self._chat), methods=["POST"]),
-            *self._sessions.routes(self._route, self._served, self._tenants.admitted),
-            Route("/v1/models", self._route(self._models), methods=["GET"]),
-            Route("/server_info", self._route(self._server_info), methods=["GET"]),
-            Route("/wake", self._route(self._wake), methods=["POST"]),
-            Route("/metrics", self._route(self._metrics_page), methods=["GET"]),
-            Route("/openapi.json", self._route(self._openapi), methods=["GET"]),
+            at("/generate", self._generate, "POST"),
+            at("/v1/completions", self._completions, "POST"),
+            at("/v1/chat/completions", self._chat, "POST"),
+            *self._sessions.routes(at, self._served, self._tenants.admitted),
+            at("/v1/models", self._models, "GET"),
+            at("/server_info", self._server_info, "GET"),
+            at("/wake", self._wake, "POST"),
+            at("/metrics", self._metrics_page, "GET"),
+            at("/openapi.json", self._openapi, "GET"),
             Route("/health", self._health, methods=["GET"]),
             Route("/ready", self._health, methods=["GET"]),
-            *(Route(f"/{name}", self._route(self._forbidden), methods=["GET", "POST", "PUT"]) for name in CONTROL_ROUTES),
+            *(at(f"/{name}", self._forbidden, "GET", "POST", "PUT") for name in CONTROL_ROUTES),
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: _http_fault})
 
     # Around every route
 
-    def _route(self, handle: Callable[[Request, str], Awaitable[Response]]) -> Handler:
+    def _at(self, path: str, handle: Callable[[Request, str], Awaitable[Response]], *methods: str) -> Route:
         async def answer(request: Request) -> Response:
-            path = _path(request)
+            request.state.route = path
             try:
                 tenant = self._tenants.of(request.headers.get("authorization", ""))
                 response = await handle(request, tenant)
@@ -107,7 +107,7 @@ class Api:
             self.metering.answered(path, str(response.status_code))
             return response
 
-        return answer
+        return Route(path, answer, methods=list(methods))
 
     async def _served(
         self, request: Request, tenant: str, begin: Callable[[bytes], Awaitable[tuple[Job, Format, bool]]]
@@ -293,11 +293,8 @@ class SglangFormat:
 
 
 def _path(request: Request) -> str:
-    """For metrics and logs: a session's is that of its route, else there were as many as sessions."""
-    path = request.url.path
-    for name, value in request.path_params.items():
-        path = path.replace(value, f"{{{name}}}", 1)
-    return path
+    """For metrics and logs: the route's, never the request's own, of which there are as many as anybody likes."""
+    return str(request.state.route)
 
 
 async def _until_gone(request: Request) -> None:

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -47,6 +47,10 @@ CHAT = "/sessions/{session}/v1/chat/completions"
 Handle = Callable[[Request, str], Awaitable[Response]]
 Begin = Callable[[bytes], Awaitable[tuple[Job, Format, bool]]]
 Serve = Callable[[Request, str, Begin], Awaitable[Response]]
+
+
+class At(Protocol):
+    def __call__(self, path: str, handle: Handle, *methods: str) -> Route: ...
 
 
 class TurnFormat(OpenAIFormat):
@@ -105,30 +109,30 @@ class Sessions:
 
     def routes(
         self,
-        route: Callable[[Handle], Callable[[Request], Awaitable[Response]]],
+        at: At,
         serve: Serve,
         admitted: Callable[[str], AbstractContextManager[None]],
     ) -> list[Route]:
-        """`route` wraps every handler, `serve` runs a job, `admitted` holds the tenant's place while a request runs."""
+        """`at` makes a route of a handler, `serve` runs a job, `admitted` holds the tenant's place while a request runs."""
 
-        def brief(handle: Handle) -> Callable[[Request], Awaitable[Response]]:
+        def brief(path: str, handle: Handle, method: str) -> Route:
             async def answer(request: Request, tenant: str) -> Response:
                 with admitted(tenant):
                     return await handle(request, tenant)
 
-            return route(answer)
+            return at(path, answer, method)
 
         async def chat(request: Request, tenant: str) -> Response:
             return await serve(request, tenant, lambda data: self._begin(request, tenant, data))
 
         return [
-            Route("/tasks/claim", brief(self._claim), methods=["POST"]),
-            Route("/sessions", brief(self._open), methods=["POST"]),
-            Route("/sessions/{session}", brief(self._tell), methods=["GET"]),
-            Route("/sessions/{session}", brief(self._delete), methods=["DELETE"]),
-            Route("/sessions/{session}/rollback", brief(self._rollback), methods=["POST"]),
-            Route("/sessions/{session}/finish", brief(self._finish), methods=["POST"]),
-            Route(CHAT, route(chat), methods=["POST"]),
+            brief("/tasks/claim", self._claim, "POST"),
+            brief("/sessions", self._open, "POST"),
+            brief("/sessions/{session}", self._tell, "GET"),
+            brief("/sessions/{session}", self._delete, "DELETE"),
+            brief("/sessions/{session}/rollback", self._rollback, "POST"),
+            brief("/sessions/{session}/finish", self._finish, "POST"),
+            at(CHAT, chat, "POST"),
         ]
 
     async def _open(self, request: Request, tenant: str) -> Response:
@@ -172,7 +176,7 @@ class Sessions:
             raise invalid("messages: the chat template made an empty prompt of them")
         prompt = list(place.prompt)
         _, job = await self._desk.job(
-            request, tenant=tenant, route=request.url.path, body=data, prefix="chatcmpl-",
+            request, tenant=tenant, route=CHAT.format(session=held.id), body=data, prefix="chatcmpl-",
             make=lambda: planner.turn(body, prompt, constraint, held.id, tools),
         )  # fmt: skip
         if job.choices[0].ask.prompt != prompt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -201,3 +202,15 @@ async def test_it_tells_of_itself(scene: Scene) -> None:
     assert (info["latest_version"], info["applied"], info["versions"]) == (0, 0, {"0": 1})
     await client.post("/generate", json=body())
     assert b'towline_gateway_requests_total{route="/generate",status="200"} 1.0' in (await client.get("/metrics")).content
+
+
+async def test_what_anybody_asks_for_adds_no_series_to_its_metrics(scene: Scene) -> None:
+    scene.seed()
+    await scene.worker(engine="synthetic")
+    client = await scene.gateway(tenants={"me": TenantSettings(token="s" * 20)})
+    for path in ("/sessions/a%3Fb", "/sessions/a%2523b", "/sessions/a%20b", "/sessions/s", "/sessions/c/finish", "/nowhere/d"):
+        await client.get(path, headers={"Host": "x/elsewhere"})
+        await client.post(path)
+    page = (await client.get("/metrics", headers={"Authorization": f"Bearer {'s' * 20}"})).text
+    routes = set(re.findall(r'requests_total{route="([^"]*)"', page))
+    assert routes == {"/sessions/{session}", "/sessions/{session}/finish"}
