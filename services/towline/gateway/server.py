@@ -8,6 +8,7 @@ import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -18,13 +19,15 @@ from towline.runtime.health import is_loopback
 
 _START_SECONDS = 10.0
 _KEEP_ALIVE_SECONDS = 30
+HEAD_SECONDS = 20.0
+"""A request's line and headers are in by then, or its connection is closed."""
 BACKLOG = 2048
 
 
 class ApiServer:
     """`port` is the one that it listens on. `UsageError` where it may not, or can't, listen there."""
 
-    def __init__(self, app: Starlette, settings: GatewaySettings) -> None:
+    def __init__(self, app: Starlette, settings: GatewaySettings, *, head_seconds: float = HEAD_SECONDS) -> None:
         if not settings.tenants and not is_loopback(settings.host):
             raise UsageError(
                 f"gateway.host = {settings.host} listens beyond this machine and needs gateway.tenants with their tokens; "
@@ -43,6 +46,7 @@ class ApiServer:
             config.load()
         except (ssl.SSLError, OSError) as error:
             raise UsageError(f"gateway.tls_certificate, gateway.tls_key: {error}", code="gateway_tls") from None
+        config.http_protocol_class = type("Protocol", (_HeadInTime, config.http_protocol_class), {"head_seconds": head_seconds})
         self._socket = _listen(settings)
         self.port: int = self._socket.getsockname()[1]
         self._server = _Server(config)
@@ -76,6 +80,49 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _HeadInTime(asyncio.Protocol):
+    """Before one of uvicorn's protocols, which wait for a head for ever: who opens connections and says little would have all
+    that the process may open."""
+
+    head_seconds: float
+    cycle: Any
+    """uvicorn's request and answer; None before the first."""
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._transport = transport
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._served:
+            self._rest()
+        elif self._deadline is None:
+            self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._rest()
+        super().connection_lost(exc)
+
+    @property
+    def _served(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _wait(self) -> None:
+        self._deadline = asyncio.get_running_loop().call_later(self.head_seconds, self._over)
+
+    def _rest(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _over(self) -> None:
+        self._deadline = None
+        if not self._served:
+            self._transport.close()
 
 
 def _listen(settings: GatewaySettings) -> socket.socket:
