@@ -48,6 +48,25 @@ def test_every_bit_flip_in_the_arrays_is_refused_or_changes_no_array() -> None:
             assert getattr(decoded, name).tobytes() == getattr(reference, name).tobytes()
 
 
+DEEP = b"\x91" * 5000 + b"\xc0"
+"""Arrays in arrays: 5 kB that no reader can follow to their end."""
+
+
+@pytest.mark.parametrize("decode", [decode_trajectory, decode_outcome, decode_control])
+@pytest.mark.parametrize("field", ["reference", "a_field_of_tomorrow"])
+def test_a_message_that_is_nested_too_deeply_is_refused_like_any_other(decode: Any, field: str) -> None:
+    name = field.encode()
+    data = b"\x82\xa6schema\x01" + bytes([0xA0 | len(name)]) + name + DEEP
+    with pytest.raises(MalformedError) as caught:
+        decode(data)
+    assert caught.value.data == data
+
+
+def test_a_log_entry_that_is_nested_too_deeply_is_refused_like_any_other() -> None:
+    with pytest.raises(CorruptError):
+        decode_entry(b'{"schema": 1, "a_field_of_tomorrow": ' + b"[" * 5000 + b"]" * 5000 + b"}", 3)
+
+
 def with_array(name: str, **changes: Any) -> bytes:
     tree = samples.wire(GOOD)
     array = dict(zip(("dtype", "count", "encoding", "data"), tree[name], strict=True)) | changes

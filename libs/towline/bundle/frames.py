@@ -99,6 +99,6 @@ def _next(file: BinaryIO, path: Path) -> Message | None:
         if not length or len(body) != length:
             raise msgspec.DecodeError("it is cut off")
         frame = _decoder.decode(body)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"{path}: a message can't be read: {error}", code="bundle_stream") from error
     return Message(frame.subject, frame.sequence, frame.data, frame.headers, frame.at)

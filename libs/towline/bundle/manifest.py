@@ -75,7 +75,7 @@ def read_manifest(folder: Path) -> BundleManifest:
         ) from None
     try:
         manifest = msgspec.json.decode(data, type=BundleManifest)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"{path} can't be read: {error}", code="bundle_manifest") from error
     if (manifest.format, manifest.format_version) != (FORMAT, FORMAT_VERSION):
         raise UsageError(

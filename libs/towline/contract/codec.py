@@ -42,7 +42,7 @@ def decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
         if schema != SCHEMA:
             raise MalformedError(f"{what}: schema {schema}, this reader knows {SCHEMA}", code="schema", data=data)
         return decoder.decode(data)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedError(f"{what}: {error}", data=data) from error
 
 

@@ -113,7 +113,7 @@ def decode_entry(data: bytes, number: int) -> LogEntry:
     """Entry `number`; `CorruptError` where the bytes aren't it."""
     try:
         entry = _decoder.decode(data)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"log entry {number} can't be read: {error}", code="log_entry") from error
     if entry.schema != SCHEMA or entry.number != number:
         raise CorruptError(f"log entry {number} says schema {entry.schema}, number {entry.number}", code="log_entry")

@@ -175,7 +175,7 @@ def _parse_head(packed: bytes, checks: bytes, frames_bytes: int) -> PartHead:
         text = zstandard.ZstdDecompressor().decompress(packed, max_output_size=MAX_TABLE_BYTES)
         table = msgspec.json.decode(text, type=Table)
         specs = tuple(TensorSpec(name, dtype, shape) for name, dtype, shape in table.tensors)
-    except (zstandard.ZstdError, msgspec.DecodeError, UnicodeDecodeError, UsageError) as error:
+    except (zstandard.ZstdError, msgspec.DecodeError, UnicodeDecodeError, UsageError, RecursionError) as error:
         raise CorruptError(f"the part's table can't be read: {error}", code="delta_table") from error
     _check_table(table, specs, frames_bytes)
     if table.checksum not in checksum.SIZES:

@@ -102,7 +102,7 @@ def read(objects: ObjectStore, run: str, epoch: int) -> Fingerprint | None:
         found = _decoder.decode(objects.get(key))
     except MissingError:
         return None
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"{objects.url}: {key} can't be read: {error}", code="fingerprint") from error
     if found.schema != SCHEMA or found.epoch != epoch:
         raise CorruptError(f"{objects.url}: {key} says schema {found.schema}, epoch {found.epoch}", code="fingerprint")

@@ -72,7 +72,7 @@ def read_record(folder: Path, run: str) -> HostRecord:
         record = _decoder.decode((folder / _NAME).read_bytes())
     except FileNotFoundError:
         return HostRecord(run=run)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         _log.error("host_record_unreadable", folder=str(folder), reason=str(error))
         return HostRecord(run=run)
     return record if (record.run, record.schema) == (run, 1) else HostRecord(run=run)

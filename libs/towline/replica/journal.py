@@ -114,7 +114,7 @@ def _records(data: memoryview) -> Iterator[tuple[_Head, memoryview]]:
         packed = int.from_bytes(data[at : at + 4], "little")
         try:
             head = _decoder.decode(data[at + 4 : at + 4 + packed])
-        except (msgspec.DecodeError, msgspec.ValidationError):
+        except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
             return
         end = at + 4 + packed + head.payload_bytes
         if end + 8 > len(data) or xxhash.xxh3_64_digest(data[at:end]) != bytes(data[end : end + 8]):

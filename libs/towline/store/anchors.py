@@ -114,7 +114,7 @@ def read_anchor(objects: ObjectStore, run: str, version: int) -> AnchorRecord:
 def _decode(objects: ObjectStore, key: str, data: bytes, version: int) -> AnchorRecord:
     try:
         record = _decoder.decode(data)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"{objects.url}: {key} can't be read: {error}", code="anchor") from error
     if record.schema != SCHEMA or record.version != version:
         raise CorruptError(f"{objects.url}: {key} says schema {record.schema}, version {record.version}", code="anchor")

@@ -119,7 +119,7 @@ def _read_manifest(objects: ObjectStore, run: str, name: str) -> _Manifest:
     key = keys.manifest(keys.checkpoint_folder(run, name))
     try:
         manifest = _decoder.decode(objects.get(key))
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"{objects.url}: {key} can't be read: {error}", code="checkpoint") from error
     if manifest.schema != SCHEMA or manifest.checkpoint != name:
         raise CorruptError(f"{objects.url}: {key} says schema {manifest.schema}, {manifest.checkpoint!r}", code="checkpoint")

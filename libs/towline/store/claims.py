@@ -86,7 +86,7 @@ def _all(objects: ObjectStore, folder: str, kind: type[_T]) -> Iterator[tuple[_T
             record = msgspec.json.decode(objects.get(info.key), type=kind)
         except MissingError:
             continue  # gone since it was listed
-        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
             raise CorruptError(f"{objects.url}: {info.key} can't be read: {error}; delete it, or write it anew",
                                code="claim") from error  # fmt: skip
         yield record, info.modified

@@ -127,7 +127,7 @@ class Log:
         """None where there is no hint, or none that can be read."""
         try:
             return msgspec.json.decode(self._objects.get(keys.head_hint(self.run)), type=Head)
-        except (MissingError, msgspec.DecodeError, UnicodeDecodeError):
+        except (MissingError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
 
     def write_hint(self, anchors: Iterable[int] = ()) -> None:

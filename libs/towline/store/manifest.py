@@ -122,7 +122,7 @@ def read_manifest(objects: ObjectStore, folder: str, digest: str) -> Manifest:
     try:
         manifest = _decoder.decode(data)
         layout, digests = manifest.layout(), manifest.digests()
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, UsageError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, UsageError, RecursionError) as error:
         raise CorruptError(f"{objects.url}: {key} can't be read: {error}", code="manifest") from error
     if manifest.schema != SCHEMA:
         raise CorruptError(f"{objects.url}: {key} has schema {manifest.schema}, this reader knows {SCHEMA}", code="manifest")

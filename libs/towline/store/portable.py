@@ -110,7 +110,7 @@ def read_export(folder: Path) -> Export:
         raise MissingError(f"{folder} holds no {EXPORT}: it isn't an export, or not a whole one", code="export_missing")
     try:
         export = msgspec.json.decode(path.read_bytes(), type=Export)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"{path} can't be read: {error}", code="export") from error
     if export.schema != SCHEMA or not export.versions or export.versions[0].manifest is not None:
         raise CorruptError(f"{path}: schema {export.schema}, {len(export.versions)} versions", code="export")

@@ -300,6 +300,6 @@ def _identify(subject: str, data: bytes) -> _Who | None:
         return None
     try:
         found = _who.decode(data)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError):
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError):
         found = _Who()
     return _Who(found.lane, found.task_sequence, group, int(sample))

@@ -97,5 +97,5 @@ def encode_command(command: AnyCommand) -> bytes:
 def decode_command(data: bytes) -> AnyCommand:
     try:
         return _decoder.decode(data)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise InvariantError(f"a command that this rank doesn't know: {error}; start all ranks alike", code="command") from error
