@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 import secrets
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from towline.errors import UsageError
 
@@ -36,7 +38,6 @@ class Spelling:
     _guard: str = field(default_factory=lambda: f"zq{secrets.token_hex(8)}zq", repr=False)
     """Put into a spelling while the template writes it; no template writes or trims it, and JSON leaves it as it is."""
     _marks: tuple[str, ...] | None = field(default=None, repr=False)
-    _plain: _Plain | None = field(default=None, repr=False)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, own: Sequence[Mapping[str, Any]] = (),
@@ -56,15 +57,7 @@ class Spelling:
         """The tokens of a rendered text. `UsageError` where it has guarded spellings and the tokenizer can't tell them apart."""
         if self._guard not in text:
             return [int(token) for token in self.tokenizer.encode(text, add_special_tokens=False)]
-        if self._plain is None:
-            backend = getattr(self.tokenizer, "backend_tokenizer", None)
-            if backend is None:
-                raise UsageError(
-                    "messages: a text spells a special token, which this model's tokenizer can't take as text: take it out",
-                    code="special_token",
-                )
-            self._plain = _Plain(backend, self.marks)
-        return self._plain.encode(text, self._guard)
+        return _plain(self.tokenizer, self.marks).encode(text, self._guard)
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -94,6 +87,25 @@ class Spelling:
         return value
 
 
+_made: WeakKeyDictionary[Any, dict[tuple[str, ...], _Plain]] = WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def _plain(tokenizer: Any, marks: tuple[str, ...]) -> _Plain:
+    """One for all that share the tokenizer: it is as large, and is made once such a text comes."""
+    with _making:
+        known = _made.setdefault(tokenizer, {})
+        if marks not in known:
+            backend = getattr(tokenizer, "backend_tokenizer", None)
+            if backend is None:
+                raise UsageError(
+                    "messages: a text spells a special token, which this model's tokenizer can't take as text: take it out",
+                    code="special_token",
+                )
+            known[marks] = _Plain(backend, marks)
+        return known[marks]
+
+
 class _Plain:
     """The vocabulary once more, where no special token can be spelled: the template's own are written by aliases that nobody
     knows. One pass over the whole text, so what stands beside a special token is split as ever."""
@@ -115,6 +127,7 @@ class _Plain:
 
     def encode(self, text: str, guard: str) -> list[int]:
         for mark, alias in self._aliases.items():
-            text = re.sub(f"{re.escape(mark)}(?!{guard})", alias, text)  # a guard behind it: a text's mark of one character
+            if mark in text:
+                text = re.sub(f"{re.escape(mark)}(?!{guard})", alias, text)  # a guard behind it: a text's mark of one character
         found = self._tokenizer.encode(text.replace(guard, ""), add_special_tokens=False).ids
         return [self._real.get(token, token) for token in found]

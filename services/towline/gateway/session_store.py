@@ -180,12 +180,14 @@ class SessionStore:
         revision = await self.bucket.update(held.id, encode(entry), held.revision)
         if revision is None:
             await self._forget(entry)
-            raise conflict(f"session {held.id}: another request changed it meanwhile; nothing of this one is kept, send it again")
+            raise _changed(held)
         await self._forget(held.entry)
         return Held(held.id, entry, revision, content)
 
     async def delete(self, held: Held) -> None:
-        await self.bucket.delete(held.id)
+        """What `held` has read; 409 where somebody changed it meanwhile, as by finishing it."""
+        if not await self.bucket.delete(held.id, held.revision):
+            raise _changed(held)
         await self._forget(held.entry)
 
     async def entries(self) -> dict[str, Entry]:
@@ -255,3 +257,7 @@ def missing(name: str) -> ApiError:
 
 def conflict(message: str) -> ApiError:
     return ApiError(409, "SessionConflict", message)
+
+
+def _changed(held: Held) -> ApiError:
+    return conflict(f"session {held.id}: another request changed it meanwhile; nothing of this one is kept, send it again")
