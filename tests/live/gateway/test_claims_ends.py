@@ -39,6 +39,12 @@ async def test_a_session_that_is_given_up_is_a_failure_and_the_sample_can_be_cla
     (failure,) = await failures(scene)
     assert (failure.stage, failure.final, failure.task_sequence, failure.delivery) == ("abandoned", False, sequence, 1)
     assert (failure.lane, failure.group, failure.sample) == (SESSION, 3, 0)
+    if how == "left":
+
+        async def ended() -> bool:
+            return bool((await talk.view())["state"] == "ended")
+
+        await until(ended)
     talk.messages.append({"role": "user", "content": "still there?"})
     one_line(await talk.send(), *((404, talk.name) if how == "deleted" else (409, "ended", "unchanged")))
     again = ReissueRecord(writer=scene.world.stamp(), task=task_of(scene, 3, attempt=1), reason="abandoned")
