@@ -1,0 +1,255 @@
+"""Two sites in two network namespaces, 50 ms each way and 1% of the packets lost between them, cut for a minute.
+
+Needs root and TUN; `make test-sites`. What was measured is printed, and stands in docs/design/092-several-clusters.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import shutil
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from live.sites.pair import ACCOUNT, ANYBODY, SITE, free_port, listens, server, server_config, settings_of
+from live.sites.whole import FAR, NEAR, SAMPLES, converged, delivered, look, start, under_way
+from live.sites.whole import settings_of as run_settings
+from live.worker.fleet import RealVersions
+from support.servers import running
+from support.waiting import until
+from towline.access.credentials import bus_users
+from towline.access.init import prepare_bus
+from towline.access.sites import SEED_VARIABLE, home_config, site_config
+from towline.bus.client import Bus
+from towline.bus.topology import ACKS, CONTROL
+from towline.config import BusSettings, StoreSettings
+from towline.contract.policy import decode_ack
+from towline.local.servers import S3Server
+from towline.local.toml import settings_toml
+from towline.store.objects import open_store
+
+DELAY_SECONDS, LOSS, CUT_SECONDS = 0.05, 0.01, 60.0
+STEPS = 30
+_USABLE = os.geteuid() == 0 and os.path.exists("/dev/net/tun") and shutil.which("ip") is not None
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not _USABLE, reason="needs root, /dev/net/tun and iproute2: the sites are network namespaces"),
+]
+
+
+@dataclass
+class Line:
+    """`here` and `there` are its ends; `beside` is the other side for who looks on."""
+
+    process: asyncio.subprocess.Process
+    namespace: str
+    subnet: str
+    beside: str
+
+    @property
+    def here(self) -> str:
+        return f"{self.subnet}.1"
+
+    @property
+    def inside(self) -> list[str]:
+        """Before a command line, to run it on the other side."""
+        return ["ip", "netns", "exec", self.namespace]
+
+    async def say(self, command: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{command}\n".encode())
+        await self.process.stdin.drain()
+
+
+@contextlib.asynccontextmanager
+async def line() -> AsyncIterator[Line]:
+    number, namespace = random.randrange(0, 250, 2), f"tw{random.randrange(10**6)}"
+    subnet = f"10.213.{number}"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(Path(__file__).with_name("line.py")), namespace, subnet, str(DELAY_SECONDS), str(LOSS),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert (await process.stdout.readline()).strip() == b"up"
+        yield Line(process, namespace, subnet, f"10.213.{number + 1}.2")
+    finally:
+        process.stdin.close()
+        counts = await process.stdout.read()
+        await process.wait()
+        print("line:", counts.decode().strip())
+
+
+@contextlib.asynccontextmanager
+async def relayed(host: str, target_port: int) -> AsyncIterator[int]:
+    """A door on `host` to a server that listens on loopback alone; its port."""
+
+    async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(1 << 16):
+                sink.write(data)
+                await sink.drain()
+        sink.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", target_port)
+        await asyncio.gather(pump(reader, there_writer), pump(there_reader, writer))
+
+    door = await asyncio.start_server(serve, host, 0)
+    try:
+        yield door.sockets[0].getsockname()[1]
+    finally:
+        door.close()
+
+
+@dataclass
+class Two:
+    line: Line
+    home: BusSettings
+    site: BusSettings
+    """As a process on the other side comes to it."""
+    seen: BusSettings
+    """The same, as this process does, also while the line is cut."""
+
+
+@contextlib.asynccontextmanager
+async def two_servers(folder: Path, run: str) -> AsyncIterator[Two]:
+    home_port, door, site_port = (free_port() for _ in range(3))
+    key = bus_users(folder / "keys", ["leaf"])["leaf"]
+    async with line() as between:
+        home, site = folder / "home.conf", folder / "site.conf"
+        leaf = home_config(f"{between.here}:{door}", key, ACCOUNT)
+        home.write_text(server_config("home", f"127.0.0.1:{home_port}", folder / "home", ANYBODY, leaf))
+        leaf = site_config(f"nats-leaf://{between.here}:{door}", [run], ACCOUNT)
+        site.write_text(server_config(SITE, f"0.0.0.0:{site_port}", folder / "site", ANYBODY, leaf))
+        seed = (folder / "keys" / "leaf.nk").read_text().strip()
+        common = BusSettings(sites=(SITE,), budget_bytes=128 << 20)
+        async with server(home, home_port, {}), server(site, site_port, {SEED_VARIABLE: seed}, between.inside):
+            await until(lambda: listens(site_port, between.beside))
+            made = Two(
+                between,
+                common.model_copy(update={"url": f"nats://127.0.0.1:{home_port}"}),
+                common.model_copy(update={"url": f"nats://127.0.0.1:{site_port}", "site": SITE}),
+                common.model_copy(update={"url": f"nats://{between.beside}:{site_port}", "site": SITE}),
+            )
+            for bus in (made.home, made.seen):
+                await prepare_bus(settings_of(run, bus))
+            yield made
+
+
+@contextlib.asynccontextmanager
+async def mirror_process(config: Path, target: StoreSettings, inside: list[str]) -> AsyncIterator[None]:
+    command = [str(Path(sys.executable).parent / "towline"), "store", "mirror", str(config), target.url, "--follow", "--json"]
+    with config.with_suffix(".log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(*inside, *command, stdout=log, stderr=log)
+    try:
+        yield
+        assert process.returncode is None, config.with_suffix(".log").read_text()
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+@pytest.mark.parametrize("silent_seconds", [600.0, 15.0], ids=["waits", "issues_again"])
+async def test_a_minute_without_the_line_costs_time_and_no_sample(tmp_path: Path, run_name: str, silent_seconds: float) -> None:
+    s3 = running(S3Server(tmp_path / "s3"))
+    stored = (await asyncio.to_thread(next, s3)).settings()
+    far_store = StoreSettings(url=(tmp_path / "far-store").as_uri())
+    try:
+        async with (
+            two_servers(tmp_path, run_name) as two,
+            relayed(two.line.here, int(stored.endpoint.rpartition(":")[2])) as door,
+        ):
+            settings = run_settings(
+                run_name, two.home, stored, tmp_path, steps=STEPS, site_silent_seconds=silent_seconds, max_staleness=4
+            )
+            rollout = settings.rollout.model_copy(
+                update={"arguments": settings.rollout.arguments | {"mean_tokens": 400.0}, "partial_every_tokens": 100}
+            )
+            sampling = settings.sampling.model_copy(update={"max_tokens": 800})
+            settings = settings.model_copy(update={"rollout": rollout, "sampling": sampling})
+            reached = stored.model_copy(update={"endpoint": f"http://{two.line.here}:{door}", "timeout_seconds": 5.0})
+            config = tmp_path / "mirror.toml"
+            config.write_text(settings_toml(settings.model_copy(update={"store": reached})))
+            home = await Bus.connect(two.home, run=run_name, client_name="home", patience_seconds=15)
+            site = await Bus.connect(two.seen, run=run_name, client_name="look", patience_seconds=15)
+            copy = open_store(far_store)
+            async with mirror_process(config, far_store, two.line.inside), under_way(settings, home, tmp_path) as run:
+                run.trainer.pace_seconds = 1.0
+                await start(run, NEAR, settings)
+                far = settings.model_copy(update={"bus": two.site, "store": far_store})
+                await start(run, FAR, far, two.line.inside)
+                await run.until_depth(4)
+                await until(lambda: _more(site, 4))
+                figures = await _cut(two, run.trainer, site)
+                healed = time.monotonic()
+                await until(lambda: _level(home, site), 120.0)
+                figures["control_level_seconds"] = round(time.monotonic() - healed, 1)
+                await until(lambda: _serves(site, run.trainer.log.lineage.latest), 120.0)
+                figures["version_level_seconds"] = round(time.monotonic() - healed, 1)
+                await run.until_depth(STEPS, 300.0)
+                assert set((await run.ended()).values()) == {0}
+                await converged(run, settings, copy)
+            seen = await look(home, site)
+            figures |= {
+                "admitted": dict(seen.admitted), "trained": dict(seen.trained), "moved": seen.moved, "twice": len(seen.twice),
+                "tokens": seen.tokens, "tokens_twice": seen.tokens_twice, "at_site": seen.at_site,
+            }  # fmt: skip
+            print(json.dumps(figures))
+            await home.close()
+            await site.close()
+        assert seen.trained.total() == STEPS * SAMPLES
+        assert set(seen.trained) == {NEAR, FAR}
+        assert figures["far_delivered_while_cut"], "nothing was generated on the far side while the line was cut"
+        assert figures["depth_at_the_end"] > figures["depth_at_the_cut"], "home stood still"
+        if silent_seconds > CUT_SECONDS:
+            assert (seen.moved, seen.twice) == (0, {})
+        else:
+            assert seen.moved > 0
+    finally:
+        await asyncio.to_thread(s3.close)
+
+
+async def _cut(two: Two, trainer: RealVersions, site: Bus) -> dict[str, object]:
+    await until(lambda: _half_a_group(site), 60.0)
+    await two.line.say("cut")
+    before, depth, last, began = await delivered(site), trainer.depth, 0.0, time.monotonic()
+    count = before
+    while (passed := time.monotonic() - began) < CUT_SECONDS:
+        await asyncio.sleep(0.2)
+        if (now := await delivered(site)) > count:
+            count, last = now, passed
+    figures = {
+        "depth_at_the_cut": depth, "depth_at_the_end": trainer.depth, "far_delivered_while_cut": count - before,
+        "far_delivered_last_seconds": round(last, 1),
+    }  # fmt: skip
+    await two.line.say("heal")
+    return dict(figures)
+
+
+async def _half_a_group(site: Bus) -> bool:
+    return await delivered(site) % 2 == 1
+
+
+async def _more(site: Bus, count: int) -> bool:
+    return await delivered(site) > count
+
+
+async def _level(home: Bus, site: Bus) -> bool:
+    return (await site.stream_state(CONTROL)).last_sequence >= (await home.stream_state(CONTROL)).last_sequence - 2
+
+
+async def _serves(site: Bus, version: int) -> bool:
+    value = await site.kv(ACKS).get(FAR)
+    return value is not None and decode_ack(value).version >= version
