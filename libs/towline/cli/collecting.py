@@ -19,6 +19,7 @@ import structlog
 import typer
 
 from towline.errors import TowlineError, UnavailableError, UsageError
+from towline.runtime.terminal import say
 
 if TYPE_CHECKING:
     from towline.config import Settings
@@ -225,6 +226,6 @@ def _tell(plan: Plan, summary: dict[str, Any], as_json: bool) -> None:
     from towline.report.progress import size
 
     for row in rows:
-        print(f"{row['action']:8} {row['kind']:10} {size(row['bytes']):>9}  {row['folder']}  ({row['reason']})")
+        say(f"{row['action']:8} {row['kind']:10} {size(row['bytes']):>9}  {row['folder']}  ({row['reason']})")
     for key, value in summary.items():
         print(f"{key:16} {value}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from towline.errors import MissingError, UsageError
+from towline.runtime.terminal import say
 
 if TYPE_CHECKING:
     from towline.bus.client import Message
@@ -39,8 +40,8 @@ def list_dead(
     for row in rows:
         context = " ".join(f"{key}={value}" for key, value in row["context"].items())
         requeue = f"  [{row['requeue']}]" if row["requeue"] else ""
-        print(f"{row['sequence']:>8}  {row['stage']:10} {row['nbytes']:>9} bytes  {row['reason']}  ({context}){requeue}")
-    print(", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no dead letters")
+        say(f"{row['sequence']:>8}  {row['stage']:10} {row['nbytes']:>9} bytes  {row['reason']}  ({context}){requeue}")
+    say(", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no dead letters")
 
 
 @app.command()
@@ -62,7 +63,7 @@ def show(
         print(json.dumps(row, default=repr))
         return
     for key, value in row.items():
-        print(f"{key:10} {value}")
+        say(f"{key:10} {value}")
 
 
 @app.command()
@@ -85,7 +86,7 @@ def requeue(
         raise UsageError("--stage goes with --all")
     answers = asyncio.run(_requeue(target, sequences, stage, wait_seconds))
     for answer in answers:
-        print(json.dumps(answer) if as_json else f"{answer['sequence']:>8}  {answer['state']:9} {answer['why']}")
+        say(json.dumps(answer) if as_json else f"{answer['sequence']:>8}  {answer['state']:9} {answer['why']}")
     if not answers and not as_json:
         print("no dead letter whose group was dropped")
     if sequences and any(answer["state"] == "refused" for answer in answers):

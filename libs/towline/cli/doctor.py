@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from towline.runtime.terminal import say
+
 if TYPE_CHECKING:
     from towline.config import Settings
     from towline.doctor.finding import Finding
@@ -36,9 +38,9 @@ def doctor(
         async for finding in _findings(target):
             found.append(finding)
             if not as_json:
-                print(f"{MARKS[finding.state]}{finding.part + ':':10}{finding.what}", flush=True)
+                say(f"{MARKS[finding.state]}{finding.part + ':':10}{finding.what}")
                 if finding.remedy:
-                    print(f"{'':18}-> {finding.remedy}", flush=True)
+                    say(f"{'':18}-> {finding.remedy}")
 
     asyncio.run(look())
     faults = sum(finding.state == "fault" for finding in found)

@@ -16,6 +16,7 @@ import typer
 
 from towline.cli import access, doctor, fork, replay, report, runs, top, trace, trajectories, versions
 from towline.errors import TowlineError
+from towline.runtime.terminal import say
 
 INTERRUPTED = 130
 
@@ -79,7 +80,7 @@ def main() -> None:
 
 
 def _exit(line: str, status: int) -> None:
-    print(line, file=sys.stderr)
+    say(line, error=True)
     sys.exit(status)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ from towline.cli import trajectories
 from towline.cli.runs import _overrides
 from towline.cli.source import SourceArgument, open_source
 from towline.errors import UsageError
+from towline.runtime.terminal import say
 
 if TYPE_CHECKING:
     from towline.bundle.select import Filter
@@ -115,7 +117,7 @@ def _verify(
             return await verify(source, start=start, end=until, changes=changes, go_on=go_on, tell=tell, launch=launch)
 
     report = asyncio.run(run())
-    print(json.dumps(report.plain()) if as_json else "\n".join(report.lines()))
+    _print(report.plain() if as_json else report.lines())
     if not report.equal:
         raise typer.Exit(1)
 
@@ -128,7 +130,7 @@ def _into(target: str, asked: Into, as_json: bool) -> None:
             return await into_trainer(source, target, asked)
 
     found = asyncio.run(run())
-    print(json.dumps(found.plain(), default=str) if as_json else "\n".join(found.lines()))
+    _print(found.plain() if as_json else found.lines())
 
 
 async def _send(target: str, to: str, wanted: Filter, speed: float, step: bool, limit: int | None, as_json: bool) -> None:
@@ -162,7 +164,13 @@ def _rescore(
             return await rescore(source, verifier, arguments, scope=scope, wanted=wanted, limit=limit)
 
     report = asyncio.run(run())
-    print(json.dumps(report.plain()) if as_json else "\n".join(report.lines()))
+    _print(report.plain() if as_json else report.lines())
+
+
+def _print(found: dict[str, Any] | Iterable[str]) -> None:
+    """One JSON object, or lines for people."""
+    for line in [json.dumps(found, default=str)] if isinstance(found, dict) else found:
+        say(line)
 
 
 def _json(text: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from towline.errors import TowlineError, UsageError
+from towline.runtime.terminal import say
 
 SERVICES = ("buffer", "rollout_worker", "reward", "trainer", "publisher", "gateway")
 
@@ -37,14 +38,13 @@ def up(
     as_json: Json = False,
 ) -> None:
     """Run everything on this machine until the run is finished; the same command goes on where it was stopped."""
-    from rich.console import Console
-
     from towline.config import load_settings
     from towline.contract.control import VERIFY_FAILED_ALL
     from towline.local.cleanup import end_leftovers
     from towline.local.report import print_outcome
     from towline.local.run_directory import directory_of
     from towline.local.up import Interrupted, Up
+    from towline.runtime.console import PlainConsole
 
     source = _one_path(toml, config)
     overrides = _overrides(settings or [])
@@ -53,7 +53,7 @@ def up(
     overrides |= {key: value for key, value in given.items() if value is not None}
     loaded = load_settings(source, overrides)
     directory = directory_of(loaded)
-    console = Console(stderr=as_json)
+    console = PlainConsole(stderr=as_json)
     with directory.lock():
         end_leftovers(directory)  # of an earlier `up` that was killed, should anything be left
         try:
@@ -117,7 +117,11 @@ def audit(target: Target, as_json: Json = False) -> None:
             return await check(access.bus, Log(access.objects, access.settings.run.name), access.settings)
 
     report = asyncio.run(look())
-    print(report.as_json() if as_json else "\n".join(report.lines()))
+    if as_json:
+        print(report.as_json())
+    else:
+        for line in report.lines():
+            say(line)
     if not report.clean:
         raise typer.Exit(1)
 

@@ -15,12 +15,11 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="One picture, then end; so it is off a terminal too.")] = False,
 ) -> None:
     """Watch a run: its fleet, versions, queues, dead letters. Ctrl-C ends the watching, not the run."""
-    from rich.console import Console
-
     from towline.bus.client import Bus
     from towline.local.run_directory import find_run
     from towline.local.top import LOOK_SECONDS, Screen, watch
     from towline.report.figures import FigureBook
+    from towline.runtime.console import PlainConsole
 
     directory, settings = find_run(target)
     name = settings.run.name
@@ -34,7 +33,7 @@ def top(
         bus = await Bus.connect(settings.bus, run=name, client_name=f"top-{name}", patience_seconds=LOOK_SECONDS)
         try:
             screen = Screen(name, settings.run.steps, settings.buffer.max_staleness, FigureBook(directory.figures_path))
-            await watch(bus, screen, Console(highlight=False), once=once)
+            await watch(bus, screen, PlainConsole(), once=once)
         finally:
             await bus.close()
 

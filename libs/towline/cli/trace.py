@@ -28,11 +28,10 @@ def trace(
     if as_json:
         print(json.dumps(life.plain(), default=str))
         return
-    from rich.console import Console
-
+    from towline.runtime.console import PlainConsole
     from towline.trace.screen import print_life
 
-    print_life(Console(), life, all_tokens=all_tokens)
+    print_life(PlainConsole(), life, all_tokens=all_tokens)
 
 
 async def _trace(target: str, group: int, index: int) -> Life:

@@ -15,6 +15,7 @@ import typer
 from towline.cli.source import SourceArgument, open_source
 from towline.contract.groups import group_token, parse_group
 from towline.errors import MissingError, UsageError
+from towline.runtime.terminal import say
 
 if TYPE_CHECKING:
     from towline.bundle.select import Filter, Selected
@@ -63,7 +64,7 @@ def list_trajectories(
     """The newest trajectories, the newest last, with their rewards."""
     wanted = make_filter(group, version, reward, finish, replica, lane, prompt, time, environment, state)
     for item in asyncio.run(_list(target, wanted, last)):
-        print(json.dumps(row_of(item)) if as_json else line_of(item))
+        say(json.dumps(row_of(item)) if as_json else line_of(item))
 
 
 @app.command()
@@ -79,9 +80,10 @@ def show(
         return
     for key, value in found.items():
         if key not in ("rows", "text"):
-            print(f"{key:16} {value}")
+            say(f"{key:16} {value}")
     if found["text"]:
-        print(f"{'prompt':16} {found['text']['prompt']!r}\n{'response':16} {found['text']['response']!r}")
+        say(f"{'prompt':16} {found['text']['prompt']!r}")
+        say(f"{'response':16} {found['text']['response']!r}")
     print(f"{'position':>8}  {'token':>8}  {'logprob':>9}  version")
     for position, token, logprob, version in found["rows"]:
         print(
@@ -120,7 +122,7 @@ def export_bundle(
     print(f"{done.folder}: {len(manifest.files)} files, {size(nbytes)}, sha256 {done.digest}")
     print("  " + ", ".join(f"{stream.messages} {key}" for key, stream in manifest.streams.items()) + f", {manifest.head + 1} LOG")
     for line in manifest.left_out:
-        print(f"  left out: {line}")
+        say(f"  left out: {line}")
 
 
 def make_filter(

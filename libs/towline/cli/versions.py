@@ -16,6 +16,7 @@ import typer
 
 from towline.cli import collecting
 from towline.errors import CorruptError, TowlineError, UsageError
+from towline.runtime.terminal import say
 
 if TYPE_CHECKING:
     from towline.store.log import Log
@@ -53,7 +54,7 @@ def list_versions(target: Target, as_json: Json = False) -> None:
         notes = [note for note in ("quarantined" if row["quarantined"] else "", "" if row["on_line"] else "off the line") if note]
         notes += [f"checkpoint {row['checkpoint']}"] if row["checkpoint"] else []
         notes += [f"pinned: {', '.join(row['pins'])}"] if row["pins"] else []
-        print(f"{row['version']:>7}  {base:>7}  {epoch:>5}  {row['depth']:>5}  {row['kind']:5}  "
+        say(f"{row['version']:>7}  {base:>7}  {epoch:>5}  {row['depth']:>5}  {row['kind']:5}  "
               f"{size(row['wire_bytes']):>9}  {density:>7}  {', '.join(notes)}".rstrip())  # fmt: skip
 
 
@@ -71,7 +72,7 @@ def show(target: Target, version: Number, as_json: Json = False) -> None:
     for key, value in (entry | {"digest": digest} | more).items():
         if key == "probe" and value is not None:
             value = f"{len(value['tokens'])} tokens, tolerance {value['tolerance']:g}"
-        print(f"{key:16} {value}")
+        say(f"{key:16} {value}")
 
 
 @app.command()
@@ -100,7 +101,7 @@ def verify(
         print(json.dumps(results))
     else:
         for result in wrong:
-            print(f"version {result['version']}: {result['problem']}")
+            say(f"version {result['version']}: {result['problem']}")
         gone_count = sum(result["ok"] and result["problem"] is not None for result in results)
         kept = len(results) - gone_count
         print(f"{kept - len(wrong)} of {kept} versions are what the LOG says"
@@ -220,7 +221,7 @@ def _print(values: dict[str, Any], as_json: bool) -> None:
         print(json.dumps(values))
         return
     for key, value in values.items():
-        print(f"{key:16} {value}")
+        say(f"{key:16} {value}")
 
 
 @contextmanager

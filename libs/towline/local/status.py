@@ -6,7 +6,6 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from towline.bus.client import Bus
@@ -18,6 +17,7 @@ from towline.local.run_directory import Processes, RunDirectory
 from towline.replica.fleet import Fleet, decode_fleet
 from towline.report.figures import FigureBook, Status, decode_statuses
 from towline.report.progress import Progress, progress_line, progress_of
+from towline.runtime.console import PlainConsole
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def fleet_lines(fleet: Fleet) -> list[str]:
 
 
 def print_status(status: RunStatus) -> None:
-    console = Console(highlight=False)
+    console = PlainConsole()
     if not status.services:
         state = "was never up" if status.bus is None else "is up, its services haven't spoken yet" if status.up else "is stopped"
         console.print(f"run {status.run} {state}", markup=False, soft_wrap=True)

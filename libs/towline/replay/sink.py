@@ -12,6 +12,7 @@ from towline.bundle.select import Selected
 from towline.contract.codec import digest
 from towline.contract.groups import group_token
 from towline.errors import UsageError
+from towline.runtime.terminal import say
 
 
 class Sink(Protocol):
@@ -70,7 +71,7 @@ class Screen:
 
     def take(self, item: Selected) -> None:
         self.count += 1
-        print(json.dumps(whole(item)) if self._as_json else brief(item), flush=True)
+        say(json.dumps(whole(item)) if self._as_json else brief(item))
 
 
 def whole(item: Selected) -> dict[str, Any]:
