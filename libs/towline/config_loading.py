@@ -26,7 +26,8 @@ T = TypeVar("T", bound=BaseModel)
 
 
 def read_settings(kind: type[T], path: Path, overrides: dict[str, Any] | None = None) -> T:
-    """The file, then `TOWLINE_SECTION__KEY` from the environment, then `overrides` ({"section.key": value}).
+    """The file, then `TOWLINE_SECTION__KEY` from the environment, then `overrides` ({"section.key": value}); of a
+    table within a section too, as in gateway.sessions.claim_seconds.
 
     Puts the file's folder on `sys.path`. Raises `UsageError` with one line a fault.
     """
@@ -38,11 +39,9 @@ def read_settings(kind: type[T], path: Path, overrides: dict[str, Any] | None = 
         raise UsageError(f"{path}: {error}", code="config_syntax") from None
     for name, value in os.environ.items():
         if name.startswith("TOWLINE_") and "__" in name:
-            section, _, key = name.removeprefix("TOWLINE_").lower().partition("__")
-            _set(tree, section, key, _literal(value))
+            _set(tree, name.removeprefix("TOWLINE_").lower().split("__"), _literal(value))
     for dotted, value in (overrides or {}).items():
-        section, _, key = dotted.partition(".")
-        _set(tree, section, key, value)
+        _set(tree, dotted.split("."), value)
     try:
         settings = kind.model_validate(tree)
     except ValidationError as error:
@@ -68,11 +67,14 @@ def import_object(path: str, setting: str) -> Any:
         raise UsageError(f"{setting} = {path!r}: module {module!r} has no {name!r}", code="import") from None
 
 
-def _set(tree: dict[str, Any], section: str, key: str, value: Any) -> None:
-    table = tree.setdefault(section, {})
-    if not isinstance(table, dict):
-        raise UsageError(f"[{section}] must be a table", code="config")
-    table[key] = value
+def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    """At any depth: gateway.sessions.claim_seconds as well as run.steps."""
+    *tables, key = path
+    for depth, name in enumerate(tables, 1):
+        tree = tree.setdefault(name, {})
+        if not isinstance(tree, dict):
+            raise UsageError(f"[{'.'.join(tables[:depth])}] must be a table", code="config")
+    tree[key] = value
 
 
 def _literal(text: str) -> Any:

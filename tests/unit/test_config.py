@@ -56,6 +56,15 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_settings(tmp_path / "nowhere.toml")
 
 
+def test_tables_within_sections_are_set_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOWLINE_GATEWAY__SESSIONS__MAX_TURNS", "9")
+    overrides = {"gateway.sessions.claim_seconds": 20, "gateway.tenants.me.token": "t" * 20}
+    mine = load_settings(write(tmp_path, GOOD), overrides).gateway
+    assert (mine.sessions.max_turns, mine.sessions.claim_seconds, mine.tenants["me"].secret) == (9, 20, "t" * 20)
+    with pytest.raises(UsageError, match=r"gateway\.sessions\.nothing: unknown key"):
+        load_settings(write(tmp_path, GOOD), {"gateway.sessions.nothing": 1})
+
+
 def test_the_environment_and_overrides_win_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOWLINE_BUFFER__GROUP_SIZE", "4")
     monkeypatch.setenv("TOWLINE_BUS__URL", "nats://127.0.0.1:4222")
