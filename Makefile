@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 EXTRAS := torch,megatron,gateway,local,fast,checksums,plots,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-access test-gateway test-large test-ranks soak lint proto clean bench-weights staleness-study bench-views test-tracing bench-load bench-simulation bench-activation sglang-venv demo-sglang demo-agent test-sglang test-replay test-megatron compose-test
+.PHONY: help setup demo test test-access test-sites test-gateway test-large test-ranks soak lint proto clean bench-weights staleness-study bench-views test-tracing bench-load bench-simulation bench-activation sglang-venv demo-sglang demo-agent test-sglang test-replay test-megatron compose-test
 
 help:
 	@echo "make setup   the virtual environment (the other targets call it; nothing to do: under a second)"
@@ -19,6 +19,7 @@ help:
 	@echo "make bench-weights   weight deltas on real optimiser steps, against others' ways (both cores idle; ARGS=--check)"
 	@echo "make test-replica   a replica's process killed at each step of preparing and activating (a quarter of an hour)"
 	@echo "make test-access   a whole run over TLS with a user and keys for each service (under a minute)"
+	@echo "make test-sites    a run over two sites, 50 ms and 1% loss apart, cut for a minute (needs root; six minutes)"
 	@echo "make test-gateway   the gateway over longer: torch replicas, kills, the bus away, hundreds of odd requests (minutes)"
 	@echo "make bench-views   what top, the live view, trace readers and tracing cost a run at 1,000 trajectories/s (four minutes; ARGS=--check)"
 	@echo "make test-tracing   a whole run with tracing on: every sample leads to the version it made (half a minute)"
@@ -96,6 +97,9 @@ test: lint $(TOKENIZERS)/.stamp
 
 test-access: setup
 	@$(BIN)/pytest --quiet -m slow tests/live/access
+
+test-sites: setup
+	@$(BIN)/pytest --quiet -s -m "slow or not slow" tests/live/sites
 
 test-gateway: setup
 	@$(BIN)/pytest --quiet -m slow tests/live/gateway

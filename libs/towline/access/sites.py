@@ -16,7 +16,8 @@ _PINGS = 'ping_interval: "5s"\nping_max: 2\n'
 
 def home_config(listen: str, key: str, account: str) -> str:
     """Home's part: where sites connect, and as whom. `key`: their public nkey; nats-server takes one for all of them."""
-    return f"{_PINGS}leafnodes {{\n  listen: {json.dumps(listen)}\n  authorization {{ nkey: {key}, account: {json.dumps(account)} }}\n}}\n"
+    user = f"{{ nkey: {key}, account: {json.dumps(account)} }}"
+    return f"{_PINGS}leafnodes {{\n  listen: {json.dumps(listen)}\n  authorization {user}\n}}\n"
 
 
 def site_config(url: str, runs: Sequence[str], account: str, *, ca: str = "") -> str:

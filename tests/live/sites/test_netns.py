@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -163,14 +164,11 @@ async def mirror_process(config: Path, target: StoreSettings, inside: list[str])
 
 @pytest.mark.parametrize("silent_seconds", [600.0, 15.0], ids=["waits", "issues_again"])
 async def test_a_minute_without_the_line_costs_time_and_no_sample(tmp_path: Path, run_name: str, silent_seconds: float) -> None:
-    s3 = running(S3Server(tmp_path / "s3"))
-    stored = (await asyncio.to_thread(next, s3)).settings()
     far_store = StoreSettings(url=(tmp_path / "far-store").as_uri())
-    try:
-        async with (
-            two_servers(tmp_path, run_name) as two,
-            relayed(two.line.here, int(stored.endpoint.rpartition(":")[2])) as door,
-        ):
+    with contextlib.contextmanager(running)(S3Server(tmp_path / "s3")) as s3:
+        stored = s3.settings()
+        store_port = int(stored.endpoint.rpartition(":")[2])
+        async with two_servers(tmp_path, run_name) as two, relayed(two.line.here, store_port) as door:
             settings = run_settings(
                 run_name, two.home, stored, tmp_path, steps=STEPS, site_silent_seconds=silent_seconds, max_staleness=4
             )
@@ -191,7 +189,7 @@ async def test_a_minute_without_the_line_costs_time_and_no_sample(tmp_path: Path
                 far = settings.model_copy(update={"bus": two.site, "store": far_store})
                 await start(run, FAR, far, two.line.inside)
                 await run.until_depth(4)
-                await until(lambda: _more(site, 4))
+                await until(lambda: _more(site, 4), 120.0)
                 figures = await _cut(two, run.trainer, site)
                 healed = time.monotonic()
                 await until(lambda: _level(home, site), 120.0)
@@ -217,11 +215,9 @@ async def test_a_minute_without_the_line_costs_time_and_no_sample(tmp_path: Path
             assert (seen.moved, seen.twice) == (0, {})
         else:
             assert seen.moved > 0
-    finally:
-        await asyncio.to_thread(s3.close)
 
 
-async def _cut(two: Two, trainer: RealVersions, site: Bus) -> dict[str, object]:
+async def _cut(two: Two, trainer: RealVersions, site: Bus) -> dict[str, Any]:
     await until(lambda: _half_a_group(site), 60.0)
     await two.line.say("cut")
     before, depth, last, began = await delivered(site), trainer.depth, 0.0, time.monotonic()
@@ -230,12 +226,12 @@ async def _cut(two: Two, trainer: RealVersions, site: Bus) -> dict[str, object]:
         await asyncio.sleep(0.2)
         if (now := await delivered(site)) > count:
             count, last = now, passed
-    figures = {
+    figures: dict[str, Any] = {
         "depth_at_the_cut": depth, "depth_at_the_end": trainer.depth, "far_delivered_while_cut": count - before,
         "far_delivered_last_seconds": round(last, 1),
     }  # fmt: skip
     await two.line.say("heal")
-    return dict(figures)
+    return figures
 
 
 async def _half_a_group(site: Bus) -> bool:
