@@ -32,6 +32,7 @@ from towline.store import checkpoints as stored_checkpoints
 from towline.store import keys
 from towline.store.anchors import read_anchor
 from towline.store.manifest import FileRecord
+from towline.store.objects import checked_key
 
 EXPORTED = (CONTROL, OUTCOME, TRAJECTORY, DEAD)
 """In this order: what comes later holds what the earlier ones name."""
@@ -59,7 +60,7 @@ class _Copy:
 
     def take(self, key: str) -> None:
         """The object, streamed; `MissingError` if there is none."""
-        path = self.root / key
+        path = self.root / checked_key(key)  # the names in a manifest are somebody else's
         path.parent.mkdir(parents=True, exist_ok=True)
         chunks = self.source.objects.stream(key)
         try:

@@ -87,7 +87,11 @@ class BundleSource:
         return self.manifest.streams[spec.key]
 
     async def acks(self) -> list[Ack]:
-        return decode_acks(msgspec.msgpack.decode((self.folder / ACKS_FILE).read_bytes(), type=list[bytes]))
+        path = self.folder / ACKS_FILE
+        try:
+            return decode_acks(msgspec.msgpack.decode(path.read_bytes(), type=list[bytes]))
+        except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+            raise CorruptError(f"{path} can't be read: {error}", code="bundle_acks") from error
 
     def _file(self, spec: StreamSpec) -> StreamFile:
         if spec.key not in self.manifest.streams:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ from towline.errors import CorruptError, UsageError
 from towline.store.manifest import FileRecord
 from towline.store.transfer import file_record
 
+_NAME = re.compile(r"[^/\0]{1,255}(/[^/\0]{1,255}){0,15}")
 FORMAT, FORMAT_VERSION = "towline-bundle", 1
 MANIFEST = "manifest.json"
 
@@ -68,7 +70,7 @@ def read_manifest(folder: Path) -> BundleManifest:
     path = folder / MANIFEST
     try:
         data = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise UsageError(
             f"{folder}: no bundle, it has no {MANIFEST}; make one with `towline trajectories export RUN -o {folder.name}`",
             code="bundle_missing",
@@ -90,9 +92,13 @@ def check_files(folder: Path, manifest: BundleManifest) -> None:
     named = {record.name for record in manifest.files}
     for part in ("store", "streams"):  # what a reader finds by name there must be what was exported
         for path in sorted((folder / part).rglob("*")):
-            if path.is_file() and path.relative_to(folder).as_posix() not in named:
+            if path.is_symlink():
+                raise CorruptError(f"{path} is a link, and a bundle has none; copy the bundle again", code="bundle_file")
+            if not path.is_dir() and path.relative_to(folder).as_posix() not in named:
                 raise CorruptError(f"{path} isn't in the bundle's manifest; remove it", code="bundle_file")
     for record in manifest.files:
+        if not _NAME.fullmatch(record.name):
+            raise CorruptError(f"{folder / MANIFEST}: {record.name[:99]!r} is no file of a bundle", code="bundle_file")
         path = folder / record.name
         if not path.resolve().is_relative_to(folder.resolve()):
             raise CorruptError(f"{folder / MANIFEST}: {record.name!r} lies outside of the bundle", code="bundle_file")

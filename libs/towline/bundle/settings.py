@@ -13,6 +13,7 @@ from towline.errors import CorruptError
 
 LEFT_OUT = ("bus", "store", "service", "gateway", "telemetry")
 """Sections that name servers and hold their keys; a reader has their defaults."""
+_OF_THE_MACHINE = (("run", "directory"), ("rollout", "copy_folder"))
 REMOVED = "(removed)"
 _SECRET = re.compile(r"secret|password|passwd|credential|api_?key|access_?key|auth|(^|_)key$|(^|_)token$", re.IGNORECASE)
 
@@ -20,8 +21,8 @@ _SECRET = re.compile(r"secret|password|passwd|credential|api_?key|access_?key|au
 def portable(settings: Settings) -> dict[str, Any]:
     """The sections that a replay may need. A user's `arguments` may hold anything: what its key calls a secret is removed."""
     tree = settings.model_dump(mode="json", exclude=set(LEFT_OUT))
-    tree["run"].pop("directory")
-    tree["rollout"].pop("copy_folder")
+    for section, key in _OF_THE_MACHINE:
+        tree[section].pop(key)
     for section in tree.values():
         for key, value in section.items():
             if key == "arguments" or key.endswith("_arguments"):
@@ -34,10 +35,16 @@ def portable_json(settings: Settings) -> bytes:
 
 
 def read_settings(data: bytes, where: str) -> Settings:
-    """`CorruptError` where they aren't a run's."""
+    """Without what `portable` leaves out, should it be there. `CorruptError` where they aren't a run's."""
     try:
-        return Settings.model_validate(json.loads(data))
-    except (ValidationError, ValueError) as error:
+        tree = json.loads(data)
+        if isinstance(tree, dict):
+            tree = {section: values for section, values in tree.items() if section not in LEFT_OUT}
+            for section, key in _OF_THE_MACHINE:
+                if isinstance(tree.get(section), dict):
+                    tree[section].pop(key, None)
+        return Settings.model_validate(tree)
+    except (ValidationError, ValueError, RecursionError) as error:
         first = str(error).splitlines()[0]
         raise CorruptError(f"{where}: these aren't settings that this towline knows: {first}", code="bundle_settings") from error
 

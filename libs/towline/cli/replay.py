@@ -114,7 +114,7 @@ def _verify(
 
     async def run() -> Any:
         async with open_source(target) as source:
-            return await verify(source, start=start, end=until, changes=changes, go_on=go_on, tell=tell, launch=launch)
+            return await verify(source, start=start, end=until, changes=changes, go_on=go_on, tell=tell, launch=launch, code=code)
 
     report = asyncio.run(run())
     _print(report.plain() if as_json else report.lines())

@@ -102,6 +102,7 @@ def _settings(source: Source, asked: Into, directory: RunDirectory, plan: Plan) 
     """The recorded run's, or those of --config, with --set on top; and what a replay needs."""
     from towline.config import BusSettings, ServiceSettings, Settings, StoreSettings, load_settings
     from towline.replay.again import changed
+    from towline.replay.code import check_code
     from towline.replay.feeder import most_stale
 
     if asked.config is not None:
@@ -109,6 +110,7 @@ def _settings(source: Source, asked: Into, directory: RunDirectory, plan: Plan) 
     else:
         plain = source.settings.model_copy(update={"bus": BusSettings(), "store": StoreSettings(), "service": ServiceSettings()})
         given = changed(plain, asked.changes)
+        check_code(source, given, asked.changes, asked.code)
     tree = given.model_dump()
     over_stale = any(batch.over_stale for batch in plan.batches)
     # A trainer that is started again opens below its head: what it was fed then is staler, and off the line.

@@ -19,6 +19,7 @@ from towline.bundle.source import Source
 from towline.bus.topology import TRAJECTORY
 from towline.errors import InvariantError, MissingError
 from towline.replay.again import Again, Payloads, Taken, epoch_settings
+from towline.replay.code import check_code
 from towline.replay.report import VerifyReport, VersionResult
 from towline.store import checkpoints
 
@@ -63,12 +64,14 @@ async def verify(
     go_on: bool = False,
     tell: Tell = lambda result: None,
     launch: Launch | None = None,
+    code: Path | None = None,
 ) -> VerifyReport:
     """Train versions `start` (0, or one with a checkpoint) to `end` (None: the line's latest) again.
 
     changes: "section.key" -> value, to see what another setting would have done. go_on: past the first difference, as it always
     does where the environment isn't the recorded one. launch: starts ranks where the run had several; without it this process
-    trains alone, which is said in the report. `UsageError` or `MissingError` where it can't begin.
+    trains alone, which is said in the report. code: the folder whose modules a bundle may name (`check_code`). `UsageError` or
+    `MissingError` where it can't begin.
     """
     log = source.log
     last = log.lineage.latest if end is None else end
@@ -76,6 +79,8 @@ async def verify(
     planned = steps(log, batches, start, last)
     await _check_history(source, batches, planned, start)
     changes = changes or {}
+    for epoch in sorted({step.entry.epoch for step in planned}):
+        check_code(source, epoch_settings(source, epoch, changes, one_process=True)[0], changes, code)
     report = VerifyReport(run=source.settings.run.name, start=start, end=last, planned=len(planned), changed=dict(changes))
     found = stretches(source, planned, changes, one_process=launch is None)
     with TemporaryDirectory(prefix="towline-replay-") as scratch:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from towline.bundle.export import _Copy
+from towline.bundle.folder import BundleSource
 from towline.bundle.manifest import BundleManifest, check_files, list_files, read_manifest, write_manifest
 from towline.bundle.settings import REMOVED, portable_json, read_settings
 from towline.bundle.source import matcher
 from towline.config import Settings
 from towline.errors import CorruptError, UsageError
+from towline.store.manifest import FileRecord
 
 SETTINGS = {
     "run": {"name": "small", "directory": "/somewhere/runs"},
@@ -73,6 +78,58 @@ def test_a_changed_missing_or_foreign_file_is_refused_by_name(tmp_path):
     outside = msgspec.structs.replace(manifest, files=(*manifest.files, msgspec.structs.replace(manifest.files[0], name="../y")))
     with pytest.raises(CorruptError, match="outside of the bundle"):
         check_files(tmp_path, outside)
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "loop", "pipe"])
+def test_what_is_no_file_of_its_own_is_refused_before_anything_is_read_through_it(tmp_path, what):
+    bundle, elsewhere = tmp_path / "bundle", tmp_path / "elsewhere"
+    bundle.mkdir()
+    elsewhere.mkdir()
+    manifest = sealed(bundle)
+    place = bundle / "store" / "small"
+    place.parent.mkdir()
+    if what == "pipe":
+        os.mkfifo(place)
+    else:
+        place.symlink_to(place if what == "loop" else elsewhere if what == "folder" else Path("/dev/zero"))
+    with pytest.raises(CorruptError, match="store/small is"):
+        check_files(bundle, manifest)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 300, "", "/etc/passwd", "a//b", "/".join("a" * 40)])
+def test_a_name_that_no_bundle_has_is_refused_in_one_line(tmp_path, name):
+    manifest = sealed(tmp_path)
+    hostile = msgspec.structs.replace(manifest, files=(FileRecord(name, 1, "0" * 32),))
+    with pytest.raises(CorruptError, match="is no file of a bundle"):
+        check_files(tmp_path, msgspec.structs.replace(hostile, files=(*manifest.files, *hostile.files)))
+
+
+def test_servers_and_folders_that_a_bundles_settings_name_are_nobodys(tmp_path):
+    """A bundle has none; one that has was made by hand, and its reader's spans and files go nowhere because of it."""
+    tree = json.loads(portable_json(Settings.model_validate(SETTINGS)))
+    tree["telemetry"] = {"endpoint": "http://collector.example"}
+    tree["bus"] = {"url": "nats://hostile.example"}
+    tree["run"]["directory"] = "/elsewhere"
+    tree["rollout"]["copy_folder"] = "/elsewhere"
+    read = read_settings(json.dumps(tree).encode(), "here")
+    usual = Settings.model_validate({section: SETTINGS[section] for section in SETTINGS if section not in ("bus", "store")})
+    assert read.telemetry == usual.telemetry
+    assert (read.bus.url, read.run.directory, read.rollout.copy_folder) == ("", "runs", "")
+
+
+def test_an_export_writes_nothing_outside_of_its_folder_whatever_a_manifest_names(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / "bundle" / "store").mkdir(parents=True)
+    with pytest.raises(UsageError, match="object key"):
+        _Copy(None, tmp_path / "bundle" / "store").take("run/versions/../../../../precious")
+    assert precious.read_text() == "mine"
+
+
+async def test_acks_that_arent_any_are_named(tmp_path):
+    (tmp_path / "acks.msgpack").write_bytes(b"\xc1")
+    with pytest.raises(CorruptError, match=r"acks\.msgpack can't be read"):
+        await BundleSource(tmp_path, sealed(tmp_path), Settings.model_validate(SETTINGS), None, None).acks()
 
 
 def test_a_folder_without_a_manifest_or_with_another_format_is_no_bundle(tmp_path):
