@@ -132,6 +132,21 @@ class StoreSettings(BaseModel):
     ca: str = ""
     """PEM file: whoever signed the certificate of an https:// endpoint; empty: the usual authorities."""
     timeout_seconds: Positive = 30.0
+    blobs_url: str = ""
+    """Where `url` is a site's mirror: home's store, for payloads that are too large for a message. Empty: `url`."""
+    blobs_endpoint: str = ""
+    blobs_keys_folder: str = ""
+    """Its endpoint and keys; empty: as above."""
+
+    @property
+    def for_blobs(self) -> StoreSettings:
+        """How a process comes to the store of the run's blobs."""
+        if not self.blobs_url:
+            return self
+        changed = {"url": self.blobs_url, "endpoint": self.blobs_endpoint or self.endpoint}
+        if self.blobs_keys_folder:
+            changed |= {"keys_folder": self.blobs_keys_folder, "access_key": "", "access_key_file": "", "secret_key_file": ""}
+        return self.model_copy(update=changed)
 
     @property
     def keys(self) -> tuple[str, str]:

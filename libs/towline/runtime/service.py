@@ -184,9 +184,8 @@ class _Life:
         objects = MeteredStore(open_store(settings.store))
         await asyncio.to_thread(objects.check)
         run = settings.run.name
-        bus = await Bus.connect(
-            settings.bus, run=run, client_name=f"{run}.{self._cls.name}.{self._replica}", blobs=Blobs(objects, run)
-        )
+        blobs = Blobs(open_store(settings.store.for_blobs) if settings.store.blobs_url else objects, run)
+        bus = await Bus.connect(settings.bus, run=run, client_name=f"{run}.{self._cls.name}.{self._replica}", blobs=blobs)
         try:
             await bus.ensure()
         except BaseException:

@@ -9,9 +9,13 @@ import pytest
 
 from live.sites.pair import SITE, Pair, pair
 from support.waiting import until
+from towline.access.identity import bus_as
 from towline.bus.client import Bus
 from towline.bus.topology import CONTROL, LEASES, OUTCOME, POLICY, REPLICAS, TRAJECTORY, StreamSpec
+from towline.config import StoreSettings
 from towline.errors import MissingError, UsageError
+from towline.store.blobs import Blobs
+from towline.store.objects import open_store
 
 TRAIN = "train"
 
@@ -150,6 +154,25 @@ async def test_what_home_purged_does_not_come_back_with_the_line(two: Pair) -> N
         two.heal()
         await until(lambda: _last(buffer, names.trajectory(9, 0)))
         assert [subject for subject, _ in await subjects(buffer, TRAJECTORY)] == ["trajectory.4.0", "trajectory.9.0"]
+
+
+async def test_what_is_too_large_for_a_message_is_found_at_home(two: Pair, tmp_path: Path) -> None:
+    """A site's own store is a mirror, which home doesn't read."""
+    home_store = StoreSettings(url=(tmp_path / "home-store").as_uri())
+    site_store = StoreSettings(url=(tmp_path / "mirror").as_uri(), blobs_url=home_store.url)
+    data = bytes(9 << 20)
+    buses = [
+        await Bus.connect(bus_as(bus, role), run=two.run, client_name=role, blobs=Blobs(open_store(store.for_blobs), two.run))
+        for bus, role, store in ((two.home, "viewer", home_store), (two.site, "rollout-worker", site_store))
+    ]
+    home, site = buses
+    try:
+        await site.create(site.topology.trajectory(1, 0), data)
+        await until(lambda: _last(home, home.topology.trajectory(1, 0)))
+        assert (await home.get(TRAJECTORY, 1)).data == data
+    finally:
+        for bus in buses:
+            await bus.close()
 
 
 async def _last(bus: Bus, subject: str) -> bool:
