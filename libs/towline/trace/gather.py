@@ -5,37 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from dataclasses import replace
 from typing import Any
 
 from towline.bundle.source import Source
 from towline.bus.client import Message
 from towline.bus.topology import CONTROL, DEAD, OUTCOME, TRAJECTORY
-from towline.contract.codec import digest, plain
-from towline.contract.control import (
-    AdmitRecord,
-    BatchRecord,
-    CancelRecord,
-    DropRecord,
-    EvalRecord,
-    ForkRecord,
-    OverStale,
-    Record,
-    ReissueRecord,
-    RequeueRecord,
-    TaskRecord,
-    decode_control,
-)
+from towline.contract.codec import digest
 from towline.contract.groups import group_token
 from towline.contract.outcome import Score, decode_outcome
-from towline.contract.task import Task
 from towline.contract.trajectory import Trajectory, decode_trajectory
 from towline.errors import MalformedError, MissingError
 from towline.store.lineage import Lineage
+from towline.trace.decided import read_decided
 from towline.trace.explain import explain
 from towline.trace.life import (
-    Attempt,
-    BatchSeen,
     FailureSeen,
     Generated,
     Life,
@@ -58,9 +41,10 @@ async def trace(source: Source, group: int, sample: int, tokenizer: Tokenizer | 
     life.control_begins = max((await source.state(CONTROL)).first, 1)
     message = await source.last(TRAJECTORY, source.topology.trajectory(group, sample))
     stored = None if message is None else digest(message.data)
-    await _control(source, life, stored)
-    if message is not None:
-        await asyncio.to_thread(_trajectory, life, message, source.log.lineage, tokenizer)
+    found = None if message is None else await asyncio.to_thread(_decoded, life, message)
+    await read_decided(source, life, stored, 0 if found is None else found.task_sequence)
+    if found is not None and message is not None:
+        await asyncio.to_thread(_trajectory, life, message, found, source.log.lineage, tokenizer)
     await _outcomes(source, life, stored)
     await _dead(source, life)
     if not life.attempts and not life.batches and message is None:
@@ -74,90 +58,15 @@ async def trace(source: Source, group: int, sample: int, tokenizer: Tokenizer | 
     return life
 
 
-async def _control(source: Source, life: Life, stored: bytes | None) -> None:
-    async with contextlib.aclosing(source.read(CONTROL)) as messages:
-        async for message in messages:
-            _record(life, decode_control(message.data), message, stored)
-
-
-def _record(life: Life, record: Record, message: Message, stored: bytes | None) -> None:
-    key = (life.group, life.sample)
-    match record:
-        case TaskRecord(task=task) if (task.group, task.sample) == key:
-            _admitted(life, task)
-            life.attempts.append(_attempt(task, message, None))
-            life.prompt_of = record.requeues if isinstance(record.requeues, int) else None
-        case TaskRecord(requeues=int() as dropped) if dropped == life.group:
-            life.prompt_again_in = record.task.group
-        case ReissueRecord(task=task) if (task.group, task.sample) == key:
-            life.attempts.append(_attempt(task, message, record.reason))
-        case AdmitRecord() if (record.group, record.sample) == key:
-            life.lane, life.group_size = record.lane, record.group_size
-        case CancelRecord() if (record.group, record.sample) == key:
-            life.attempts = [
-                replace(attempt, cancelled=record.reason) if attempt.task_sequence == record.task_sequence else attempt
-                for attempt in life.attempts
-            ]
-        case DropRecord() if record.group == life.group:
-            life.dropped, life.dropped_at = record.reason, message.at
-            life.requeued = record.requeue is True
-            life.admitted = not isinstance(record.offered, int)
-        case RequeueRecord() if record.group == life.group:
-            life.requeued = True
-        case BatchRecord():
-            said = record.over_stale if isinstance(record.over_stale, OverStale) else None
-            over = {} if said is None else {item.row: item.tokens for item in said.rows}
-            for place, row in enumerate(record.rows):
-                if (row.group, row.sample) == key:
-                    life.batches.append(
-                        BatchSeen(
-                            sequence=message.sequence, epoch=record.epoch, for_depth=record.for_depth, at=record.at,
-                            reward=row.reward, least_depth=row.least_depth, rows=len(record.rows), void_by=None,
-                            same_bytes=row.digest == stored, over_stale_tokens=over.get(place, 0),
-                            over_stale=said.mode if said is not None and place in over else None,
-                        )
-                    )  # fmt: skip
-        case ForkRecord():
-            life.batches = [
-                replace(batch, void_by=record.epoch)
-                if batch.void_by is None and batch.for_depth >= record.depth and batch.epoch != record.epoch
-                else batch
-                for batch in life.batches
-            ]
-        case EvalRecord():
-            if any((row.group, row.sample) == key for row in record.rows):
-                life.evaluated_version, life.evaluated_mean = record.version, record.mean
-        case _:
-            pass
-
-
-def _admitted(life: Life, task: Task) -> None:
-    life.lane, life.group_size = task.lane, task.group_size
-    ref = task.prompt_ref
-    life.prompt = {
-        "source": ref.source, "epoch": ref.epoch, "index": ref.index, "environment": task.environment,
-        "reference": task.reference, "tokens": task.prompt_tokens.tolist(), "sampling": plain(task.sampling), "seed": task.seed,
-    }  # fmt: skip
-
-
-def _attempt(task: Task, message: Message, reason: str | None) -> Attempt:
-    return Attempt(
-        task_sequence=message.sequence,
-        number=task.attempt,
-        at=task.admitted_at if reason is None else message.at,
-        reissued=reason,
-        not_before_depth=task.not_before_depth,
-        exact_version=task.exact_version,
-        deadline=task.deadline,
-    )
-
-
-def _trajectory(life: Life, message: Message, lineage: Lineage, tokenizer: Tokenizer | None) -> None:
+def _decoded(life: Life, message: Message) -> Trajectory | None:
     try:
-        found = decode_trajectory(message.data)
+        return decode_trajectory(message.data)
     except MalformedError as error:
         life.malformed = error.message
-        return
+        return None
+
+
+def _trajectory(life: Life, message: Message, found: Trajectory, lineage: Lineage, tokenizer: Tokenizer | None) -> None:
     life.lane, life.group_size = found.lane, found.group_size
     if life.prompt is None:  # a sample from outside
         ref = found.prompt_ref
