@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 import structlog
 from starlette.applications import Starlette
@@ -45,8 +45,9 @@ CONTROL_ROUTES = (
 )  # fmt: skip
 """SGLang's routes that change an engine. The fleet's weights come from the LOG alone."""
 _log = structlog.get_logger("towline.gateway")
+T = TypeVar("T")
 
-Events = AsyncGenerator[list[dict[str, Any]], None]
+Events = AsyncGenerator[list[Choice], None]
 
 
 class Api:
@@ -124,12 +125,12 @@ class Api:
             body = await read_body(request, self._settings.gateway.max_body_bytes)
             job, form, streamed = await begin(body)
             if not streamed:
-                await self._finish(request, job)
+                await _unless_gone(request, job.finished())
                 self.metering.sent(path, job.completion_tokens)
                 await form.keep()
                 return JSONResponse(form.whole())
             events = await stack.enter_async_context(contextlib.aclosing(job.events()))
-            first = await anext(events, None)
+            first = await _unless_gone(request, _first(events))
             self.metering.first_tokens(path, began)
             held = stack.pop_all()
             return StreamingResponse(
@@ -139,7 +140,7 @@ class Api:
     async def _stream(
         self,
         first: list[Choice] | None,
-        events: AsyncGenerator[list[Choice], None],
+        events: Events,
         job: Job,
         form: Format,
         held: contextlib.AsyncExitStack,
@@ -151,20 +152,6 @@ class Api:
                     yield event
             finally:
                 self.metering.sent(path, job.completion_tokens)
-
-    async def _finish(self, request: Request, job: Job) -> None:
-        """Until the job has ended, or nobody waits for it any more."""
-        working = asyncio.create_task(job.finished())
-        leaving = asyncio.create_task(_until_gone(request))
-        try:
-            await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise ApiError(499, "client_closed_request", "the client went away")
-            working.result()
-        finally:
-            for task in (working, leaving):
-                task.cancel()
-            await asyncio.gather(working, leaving, return_exceptions=True)
 
     # What is served
 
@@ -295,6 +282,25 @@ class SglangFormat:
 def _path(request: Request) -> str:
     """For metrics and logs: the route's, never the request's own, of which there are as many as anybody likes."""
     return str(request.state.route)
+
+
+async def _first(events: Events) -> list[Choice] | None:
+    return await anext(events, None)
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives, as long as somebody waits for it."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_until_gone(request))
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ApiError(499, "client_closed_request", "the client went away")
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def _until_gone(request: Request) -> None:

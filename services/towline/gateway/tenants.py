@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from towline.config import TenantSettings
+from towline.errors import UsageError
 from towline.gateway.answers import ApiError
 
 ANYBODY = "-"
@@ -24,11 +25,22 @@ class _Counts:
 
 
 class Tenants:
-    """Nobody needs a token where no tenant is configured: the gateway then listens on loopback alone."""
+    """Nobody needs a token where no tenant is configured: the gateway then listens on loopback alone. `UsageError` where a token
+    can't tell whose it is."""
 
     def __init__(self, settings: Mapping[str, TenantSettings], clock: Callable[[], float] = time.monotonic) -> None:
         self._settings, self._clock = settings, clock
         self._tokens = {name: one.secret.encode() for name, one in settings.items()}
+        for name, token in self._tokens.items():
+            if not (token.isascii() and token.decode().isprintable()) or token != token.strip():
+                raise UsageError(
+                    f"gateway.tenants.{name}: a header can't carry its token: use printable ASCII", code="tenant_token"
+                )
+            same = [other for other, value in self._tokens.items() if value == token]
+            if len(same) > 1:
+                raise UsageError(
+                    f"gateway.tenants: {' and '.join(same)} have the same token: give each its own", code="tenant_token"
+                )
         self._counts = {name: _Counts(float(one.requests_per_minute), clock()) for name, one in settings.items()}
 
     def of(self, authorization: str) -> str:

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import httpx
+import pytest
 
 from live.gateway.conftest import Scene, events, spell
 from support.waiting import until
@@ -137,6 +138,22 @@ async def test_a_client_that_leaves_frees_its_slot(scene: Scene) -> None:
     await until(lambda: worker.busy == 1)
     waiting.cancel()
     await until(lambda: worker.busy == 0, 3.0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_while_it_waits_for_a_version_leaves_nothing_at_work(scene: Scene, stream: bool) -> None:
+    scene.seed()
+    await scene.worker(engine="synthetic")
+    client = await scene.gateway()
+
+    async def running(count: int) -> bool:
+        return bool((await client.get("/server_info")).json()["running"] == count)
+
+    asked = body(4, stream=stream, weight_version={"exact_version": 7})
+    waiting = asyncio.create_task(client.post("/generate", json=asked, headers={"Prefer": "wait=100"}))
+    await until(lambda: running(1))
+    waiting.cancel()
+    await until(lambda: running(0))
 
 
 async def test_tasks_leave_requests_the_slots_that_are_theirs_and_requests_wait_for_one_otherwise(scene: Scene) -> None:

@@ -122,3 +122,10 @@ def test_beyond_loopback_tenants_are_needed_and_tls_files_must_be_there() -> Non
         GatewaySettings(tls_key="x")
     with pytest.raises(ValueError, match="at least 16"):
         TenantSettings(token="short")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("tokens", "said"), [(["t" * 16, "t" * 16], "a and b have the same"), (["é" * 16], "a: a header")])
+def test_tokens_that_cannot_tell_whose_they_are_are_refused(tokens: list[str], said: str) -> None:
+    named = {name: TenantSettings(token=token) for name, token in zip("ab", tokens, strict=False)}  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=said):
+        Tenants(named)
