@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from towline import spans
 from towline.config import Settings
@@ -132,26 +133,18 @@ class Api:
             events = await stack.enter_async_context(contextlib.aclosing(job.events()))
             first = await _unless_gone(request, _first(events))
             self.metering.first_tokens(path, began)
-            held = stack.pop_all()
-            return StreamingResponse(
-                self._stream(first, events, job, form, held, path), media_type="text/event-stream", headers=HEADERS
-            )
+            told = self._told(first, events, job, form, path)
+            await stack.enter_async_context(contextlib.aclosing(told))
+            return _Streamed(told, stack.pop_all())
 
-    async def _stream(
-        self,
-        first: list[Choice] | None,
-        events: Events,
-        job: Job,
-        form: Format,
-        held: contextlib.AsyncExitStack,
-        path: str,
-    ) -> AsyncIterator[bytes]:
-        async with held:
-            try:
-                async for event in server_sent(first, events, job.choices, form, path):
-                    yield event
-            finally:
-                self.metering.sent(path, job.completion_tokens)
+    async def _told(
+        self, first: list[Choice] | None, events: Events, job: Job, form: Format, path: str
+    ) -> AsyncGenerator[bytes, None]:
+        try:
+            async for event in server_sent(first, events, job.choices, form, path):
+                yield event
+        finally:
+            self.metering.sent(path, job.completion_tokens)
 
     # What is served
 
@@ -250,6 +243,19 @@ class Api:
 
     async def _forbidden(self, request: Request, tenant: str) -> Response:
         raise ApiError(403, "permission_error", "engines aren't controlled here: versions come from the run's LOG alone")
+
+
+class _Streamed(StreamingResponse):
+    """Server-sent events. What the request holds is let go when the response is over, also where it never began: of a client
+    that has left by then, nothing of the content is asked for."""
+
+    def __init__(self, content: AsyncIterator[bytes], held: contextlib.AsyncExitStack) -> None:
+        super().__init__(content, media_type="text/event-stream", headers=HEADERS)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._held:
+            await super().__call__(scope, receive, send)
 
 
 class SglangFormat:

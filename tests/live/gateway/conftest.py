@@ -118,9 +118,14 @@ class Scene:
         return client
 
     @property
+    def service(self) -> GatewayService:
+        """The last gateway's."""
+        return self._gateways[-1][0]
+
+    @property
     def grpc_address(self) -> str:
         """Of the last gateway, which has gateway.grpc_port."""
-        return f"127.0.0.1:{self._gateways[-1][0].grpc_port}"
+        return f"127.0.0.1:{self.service.grpc_port}"
 
     async def close(self) -> None:
         broken: list[BaseException] = []

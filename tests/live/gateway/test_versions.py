@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from typing import Any
 
@@ -154,6 +155,34 @@ async def test_a_client_that_leaves_while_it_waits_for_a_version_leaves_nothing_
     await until(lambda: running(1))
     waiting.cancel()
     await until(lambda: running(0))
+
+
+async def test_a_client_that_leaves_as_its_stream_begins_leaves_nothing_at_work(scene: Scene) -> None:
+    scene.seed()
+    await scene.worker(engine="synthetic")
+    client = await scene.gateway()
+    api = scene.service.api
+    got = [{"type": "http.request", "body": json.dumps(body(400, stream=True)).encode(), "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if got:
+            return got.pop()
+        if api.metering.running and not told:
+            told.append("asked")
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(0)
+
+    told: list[str] = []
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "POST", "path": "/generate", "headers": [],
+        "query_string": b"", "root_path": "", "scheme": "http", "server": ("127.0.0.1", 1), "http_version": "1.1",
+    }  # fmt: skip
+    await api.app()(scope, receive, send)  # type: ignore[arg-type]
+    assert told
+    assert (await client.get("/server_info")).json()["running"] == 0
 
 
 async def test_tasks_leave_requests_the_slots_that_are_theirs_and_requests_wait_for_one_otherwise(scene: Scene) -> None:
