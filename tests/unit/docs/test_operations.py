@@ -1,10 +1,11 @@
-"""docs/operations.md names what there is: commands with their options, settings, metrics, states, files. Figures are measured anew."""
+"""docs/operations.md names what there is: commands with their options, settings, metrics, states, files. Its figures are true."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 import typer
-from pydantic import BaseModel
+from pydantic import TypeAdapter
+from pydantic.fields import FieldInfo
 
 from contract import samples
 from support.exported import names
@@ -27,7 +29,9 @@ from towline.contract.trajectory import Segment, encode_trajectory
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "operations.md").read_text()
-QUOTED = re.findall(r"`([^`\n]+)`", PAGE)
+PROSE = re.sub(r"\n(?![\n|#-])", " ", re.sub(r"^    .*$", "", PAGE, flags=re.M))
+"""The page without its code, a paragraph a line: quotations go over line breaks."""
+QUOTED = re.findall(r"`([^`\n]+)`", PROSE)
 COMMANDS = sorted(
     {line.strip().split("  #")[0].strip() for line in PAGE.splitlines() if line.startswith("    towline ")}
     | {text for text in QUOTED if re.match(r"towline [a-z]", text)}
@@ -84,23 +88,27 @@ def test_a_command_that_does_not_exist_would_be_found() -> None:
     assert len(COMMANDS) > 25
 
 
-def _field(dotted: str) -> bool:
+def _field(dotted: str) -> FieldInfo | None:
     model: Any = Settings
+    field = None
     for part in dotted.split("."):
-        fields = getattr(model, "model_fields", {})
-        if part not in fields:
-            return False
-        annotation = fields[part].annotation
-        model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-    return True
+        field = getattr(model, "model_fields", {}).get(part)
+        model = None if field is None else field.annotation
+    return field
 
 
-def test_every_setting_of_the_page_exists() -> None:
+def test_every_setting_of_the_page_exists_and_takes_the_value_that_it_says() -> None:
     section = "|".join(Settings.model_fields)
-    found = {match.group(1) for text in QUOTED if (match := re.match(rf"((?:{section})\.[a-z_.]+)(?: =|$)", text))}
+    found = {match.group(1, 2) for text in QUOTED if (match := re.fullmatch(rf"((?:{section})\.[a-z_.]+)(?: = (.+))?", text))}
     assert len(found) > 30
-    assert {name for name in found if not _field(name)} == set()
-    assert not _field("buffer.max_stalenes")
+    assert {name for name, _ in found if _field(name) is None} == set()
+    for name, value in found:
+        if value is not None:
+            field = _field(name)
+            assert field is not None
+            TypeAdapter(field.annotation).validate_python(tomllib.loads(f"value = {value}")["value"])
+    assert sum(value is not None for _, value in found) > 4
+    assert _field("buffer.max_stalenes") is None
 
 
 def test_every_metric_of_the_page_is_exported() -> None:
