@@ -6,7 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from towline.bundle.source import Source
 from towline.bundle.states import STATES, States, read_states
@@ -14,9 +14,10 @@ from towline.bus.client import Message
 from towline.bus.topology import OUTCOME, TRAJECTORY
 from towline.contract.groups import group_token
 from towline.contract.outcome import Score, decode_outcome
-from towline.contract.trajectory import Trajectory, decode_trajectory
+from towline.contract.trajectory import FinishReason, Trajectory, decode_trajectory
 from towline.errors import MalformedError, UsageError
 
+FINISHES = get_args(FinishReason)
 FEW = 64
 """So many scores are asked for one by one; for more, the stream is read."""
 
@@ -44,6 +45,8 @@ class Filter:
     def __post_init__(self) -> None:
         if self.state is not None and self.state not in STATES:
             raise UsageError(f"--state {self.state!r}: use one of {', '.join(STATES)}", code="state")
+        if self.finish is not None and self.finish not in FINISHES:
+            raise UsageError(f"--finish {self.finish!r}: use one of {', '.join(FINISHES)}", code="finish")
 
     @property
     def needs_decisions(self) -> bool:

@@ -43,4 +43,4 @@ def is_bundle(target: str) -> bool:
     folder = Path(target)
     if (folder / MANIFEST).is_file() or (folder / SETTINGS).is_file() or (folder / STREAMS).is_dir():
         return True
-    return folder.is_dir() and not Path("runs", target).is_dir()
+    return folder.is_dir() and (folder.is_absolute() or not Path("runs", target).is_dir())

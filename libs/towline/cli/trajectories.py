@@ -150,7 +150,7 @@ def make_filter(
         finish=finish,
         replica=replica,
         prompt=prompt,
-        versions=None if numbers is None else (int(max(numbers[0], 0)), int(min(numbers[1], 2**53))),
+        versions=None if numbers is None else _whole(*numbers),
         reward=_range(reward, "--reward"),
         time=_range(time, "--time", _moment),
         environment=environment,
@@ -242,6 +242,11 @@ def _text(objects: ObjectStore, run: str, trajectory: Trajectory) -> dict[str, s
         return {"prompt": sample.prompt, "response": sample.text}
     except (UsageError, MissingError):
         return None
+
+
+def _whole(low: float, high: float) -> tuple[int, int]:
+    """The whole numbers from `low` to `high`, either of which may be infinite."""
+    return math.ceil(min(max(low, 0.0), 2.0**53)), math.floor(max(min(high, 2.0**53), -1.0))
 
 
 def _moment(text: str) -> float:

@@ -72,8 +72,8 @@ def _whole_range(query: Mapping[str, str], name: str) -> tuple[int, int] | None:
     found = _range(query, name)
     if found is None:
         return None
-    low, high = max(found[0], 0.0), min(found[1], 2.0**31 - 1)
-    return math.ceil(low), math.floor(high)
+    low, high = (min(max(edge, -1.0), 2.0**31 - 1) for edge in found)
+    return max(math.ceil(low), 0), math.floor(high)
 
 
 def _range(query: Mapping[str, str], name: str) -> tuple[float, float] | None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from towline.cli.source import is_bundle
 from towline.cli.trajectories import make_filter
 from towline.errors import UsageError
 
@@ -53,13 +54,37 @@ def test_a_range_of_times(text, wanted):
     "options",
     [
         {"reward": "high"}, {"reward": "2:1"}, {"time": "yesterday.."}, {"versions": "a:b"}, {"group": "ext-"}, {"group": "1.2"},
-        {"state": "lost"}, {"reward": "nan"},
+        {"state": "lost"}, {"reward": "nan"}, {"finish": "stopp"},
     ],
 )  # fmt: skip
 def test_what_is_none_is_refused(options):
     with pytest.raises(UsageError) as refused:
         made(**options)
     assert "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("3:5", (3, 5)),
+        ("3:", (3, 2**53)),
+        (":5", (0, 5)),
+        ("inf", (2**53, 2**53)),
+        ("1e999:", (2**53, 2**53)),
+        (":-inf", (0, -1)),
+    ],
+)
+def test_a_range_of_versions_may_be_open_at_either_end(text, wanted):
+    assert made(versions=text).versions == wanted
+
+
+def test_an_absolute_folder_is_meant_as_a_bundle_and_says_what_it_lacks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "mine").mkdir()
+    assert is_bundle(str(tmp_path / "mine"))
+    assert not is_bundle("mine")
+    assert not is_bundle("none")
 
 
 def test_a_group_from_outside_is_named_as_it_is_shown():
