@@ -64,7 +64,10 @@ def canonical(message: Message) -> str:
     calls = [_call(call) for call in message.get("tool_calls") or []]
     if calls:
         found["tool_calls"] = calls
-    return json.dumps(found, ensure_ascii=False, sort_keys=True, default=str)
+    try:
+        return json.dumps(found, ensure_ascii=False, sort_keys=True, default=str)
+    except RecursionError:
+        raise UsageError("messages: a call's arguments are nested too deeply: send them flatter", code="messages") from None
 
 
 def told(message: Message) -> dict[str, Any]:
@@ -110,6 +113,6 @@ def _call(call: Any) -> Any:
         raise UsageError("tool_calls: each needs a function with a name and arguments", code="messages")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # what isn't JSON is compared as the text it is
+        with contextlib.suppress(ValueError, RecursionError):  # what isn't JSON, or too deep, is compared as the text it is
             arguments = json.loads(arguments)
     return {"name": function.get("name"), "arguments": arguments}

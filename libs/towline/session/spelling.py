@@ -46,12 +46,12 @@ class Spelling:
         """The template's text, for `encode` alone: spellings in it are guarded. `own` messages, which come first, are ours and
         taken as they are; `apart` is another text that the rest mustn't spell."""
         marks = (*self.marks, apart) if apart else self.marks
-        told = [*(dict(message) for message in own), *(self._guarded(dict(message), marks) for message in messages)]
-        return str(
-            self.tokenizer.apply_chat_template(
-                told, add_generation_prompt=True, tokenize=False, **self._guarded(dict(variables), marks)
-            )
-        )
+        try:
+            told = [*(dict(message) for message in own), *(self._guarded(dict(message), marks) for message in messages)]
+            given = self._guarded(dict(variables), marks)
+            return str(self.tokenizer.apply_chat_template(told, add_generation_prompt=True, tokenize=False, **given))
+        except RecursionError:
+            raise UsageError("messages: they are nested too deeply: send them flatter", code="messages") from None
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a rendered text. `UsageError` where it has guarded spellings and the tokenizer can't tell them apart."""

@@ -201,7 +201,7 @@ def _named(name: str, arguments: Any) -> Call | None:
         return None
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # 1e999
+    except (ValueError, RecursionError):  # 1e999; as deep as can be read and no deeper
         return None
     return Call(name, text if _is_text(text) else json.dumps(arguments))
 

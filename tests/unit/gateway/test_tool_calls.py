@@ -165,3 +165,10 @@ def test_an_answer_that_comes_back_in_another_of_its_spellings_is_the_same() -> 
     assert likeness(said, {"role": "assistant", "content": " ok ", "tool_calls": again}) == "whitespace"
     again[0]["function"]["arguments"] = '{"a": 2}'
     assert likeness(said, {"role": "assistant", "content": "ok", "tool_calls": again}) == "other"
+
+
+@pytest.mark.parametrize("depth", [*range(600, 1000, 10), 5000])
+def test_a_call_that_is_nested_ever_so_deeply_breaks_nothing(depth: int) -> None:
+    text = '<tool_call>{"name": "add", "arguments": ' + '{"a": ' * depth + "1" + "}" * depth + "}</tool_call>"
+    message = reader("qwen").message(text, "seed")
+    assert message["content"] == text or message["tool_calls"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import replace
 
@@ -232,3 +233,21 @@ def test_a_record_that_contradicts_itself_is_refused(qwen):
             decode_session(encode_session(broken), qwen)
     with pytest.raises(MalformedError):
         decode_session(encode_session(session)[:-3], qwen)
+
+
+@pytest.mark.parametrize("depth", [600, 960])
+def test_arguments_that_are_nested_too_deeply_are_refused(qwen, depth):
+    session = Session(qwen)
+    answer(session, session.place([user("q")]), "a")
+    arguments = functools.reduce(lambda inner, _: {"a": inner}, range(depth), {})
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(UsageError, match="nested too deeply"):
+        session.place([user("q"), assistant("b", tool_calls=[call]), user("more")])
+
+
+def test_arguments_that_no_parser_goes_into_are_a_text(qwen):
+    session = Session(qwen)
+    answer(session, session.place([user("q")]), "a")
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a":' * 100_000 + "1" + "}" * 100_000}}
+    session.place([user("q"), assistant("b", tool_calls=[call]), user("more")])
+    assert session.mismatches == {"edited": 1}
