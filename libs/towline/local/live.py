@@ -39,7 +39,7 @@ class View:
         self._said = ""
         self._train: dict[int, float] = {}
         self._views: set[str] = set()
-        self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
 
     def __enter__(self) -> View:
         if self._live is not None:
@@ -61,7 +61,7 @@ class View:
         if progress.reward_train is not None:
             self._train[progress.depth] = progress.reward_train
         if self._live is not None:
-            self._live.update(self._table(progress, book))
+            self._live.update(self._table(progress, book), refresh=True)
             return
         line, now = progress_line(progress), self._clock()
         if now - self._said_at >= LINE_SECONDS and line != self._said:

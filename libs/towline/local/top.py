@@ -184,10 +184,10 @@ async def watch(bus: Bus, screen: Screen, console: Console, *, once: bool) -> No
         await asyncio.sleep(EVERY_SECONDS)  # a rate needs two looks
         console.print(screen.draw(await read_look(bus)))
         return
-    with Live(console=console, refresh_per_second=4, screen=True) as live:
+    with Live(console=console, auto_refresh=False, screen=True) as live:
         while True:
             try:
-                live.update(screen.draw(await read_look(bus)))
+                live.update(screen.draw(await read_look(bus)), refresh=True)
             except TowlineError as error:
-                live.update(Text(f"{error.message}; trying again", style="yellow"))
+                live.update(Text(f"{error.message}; trying again", style="yellow"), refresh=True)
             await asyncio.sleep(EVERY_SECONDS)
