@@ -6,6 +6,7 @@ A span is handed to the SDK when it ends, whole: so its number can be settled la
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import random
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+import requests
 import structlog
 from opentelemetry.context import Context as SdkContext
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -60,6 +62,7 @@ class OtlpTracing:
             OTLPSpanExporter(
                 endpoint=endpoint.rstrip("/").removesuffix(_TRACES_PATH) + _TRACES_PATH if endpoint else None,
                 timeout=timeout_seconds,
+                session=_StatusAlone(),
             )
         )
         self._ids = _Ids()
@@ -240,6 +243,18 @@ class _Ids(IdGenerator):
 
     def generate_trace_id(self) -> int:
         return self.next.trace_id
+
+
+class _StatusAlone(requests.Session):
+    """Takes a collector's status and nothing else of its answer: a body could have no end, a redirect could lead anywhere."""
+
+    def request(self, *args: Any, **kwargs: Any) -> requests.Response:
+        with super().request(*args, **{**kwargs, "stream": True, "allow_redirects": False}) as response:
+            response.raw.close()
+        response.raw = io.BytesIO()
+        if response.is_redirect:
+            raise requests.TooManyRedirects(f"status {response.status_code}: name the collector where it is")
+        return response
 
 
 class _Telling(SpanExporter):
