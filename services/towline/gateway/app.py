@@ -95,7 +95,7 @@ class Api:
         async def answer(request: Request) -> Response:
             request.state.route = path
             try:
-                tenant = self._tenants.of(request.headers.get("authorization", ""))
+                tenant = self._tenants.of_request(request.headers)
                 response = await handle(request, tenant)
             except ApiError as error:
                 response = error.response()

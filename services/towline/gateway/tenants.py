@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import ipaddress
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -59,6 +60,19 @@ class Tenants:
             )  # fmt: skip
         return found
 
+    def of_request(self, headers: Mapping[str, str]) -> str:
+        """The same of an HTTP request. Where nobody needs a token, a page in this machine's browser does neither get through by
+        its own name that was pointed here nor by sending forms here: 403."""
+        tenant = self.of(headers.get("authorization", ""))
+        if tenant == ANYBODY:
+            names = [
+                headers.get("host", ""),
+                *(origin.rpartition("//")[2] for origin in [headers.get("origin")] if origin is not None),
+            ]
+            if not all(map(names_this_machine, names)):
+                raise ApiError(403, "permission_error", "without gateway.tenants only this machine is answered, as localhost")
+        return tenant
+
     @contextlib.contextmanager
     def admitted(self, tenant: str) -> Iterator[None]:
         """While the request runs; 429 with Retry-After where the tenant has too many."""
@@ -84,3 +98,13 @@ class Tenants:
 
 def _too_many(message: str, seconds: int) -> ApiError:
     return ApiError(429, "rate_limit_error", message, headers={"Retry-After": str(seconds)})
+
+
+def names_this_machine(header: str) -> bool:
+    """Whether a Host header does."""
+    host = header.partition("]")[0].lstrip("[") if header.startswith("[") else header.partition(":")[0]
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False

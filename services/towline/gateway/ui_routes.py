@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from starlette.routing import Route
 from towline.errors import MissingError, TowlineError, UsageError
 from towline.gateway import ui_query
 from towline.gateway.answers import ApiError, invalid, unavailable
-from towline.gateway.tenants import Tenants
+from towline.gateway.tenants import Tenants, names_this_machine
 from towline.gateway.ui_files import HEADERS, Files, unless_known
 from towline.view import overview
 from towline.view.browsing import Browser
@@ -97,7 +96,7 @@ class Ui:
     def _admit(self, request: Request) -> None:
         """Its token; where none is needed, a name of this machine: a page elsewhere whose name was pointed here has another."""
         self._tenants.of(request.headers.get("authorization", ""))
-        if not self._token_needed and not _names_this_machine(request.headers.get("host", "")):
+        if not self._token_needed and not names_this_machine(request.headers.get("host", "")):
             raise ApiError(403, "permission_error", "without gateway.tenants the view answers to localhost alone: open it there")
 
     async def _begun(self) -> None:
@@ -155,16 +154,6 @@ def _fault(error: ApiError) -> Response:
     response = error.response()
     response.headers.update({**HEADERS, "Cache-Control": "no-store"})
     return response
-
-
-def _names_this_machine(header: str) -> bool:
-    """By the request's Host."""
-    host = header.partition("]")[0].lstrip("[") if header.startswith("[") else header.partition(":")[0]
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
 
 
 def _moved(where: str) -> Callable[[Request], Awaitable[Response]]:

@@ -214,3 +214,23 @@ async def test_what_anybody_asks_for_adds_no_series_to_its_metrics(scene: Scene)
     page = (await client.get("/metrics", headers={"Authorization": f"Bearer {'s' * 20}"})).text
     routes = set(re.findall(r'requests_total{route="([^"]*)"', page))
     assert routes == {"/sessions/{session}", "/sessions/{session}/finish"}
+
+
+async def test_without_tenants_no_page_of_another_name_gets_through(scene: Scene) -> None:
+    scene.seed()
+    await scene.worker(engine="synthetic")
+    client = await scene.gateway()
+    for headers in (
+        {"Host": "evil.example"},
+        {"Host": "evil.example:8100"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+    ):
+        for answer in (
+            await client.get("/server_info", headers=headers),
+            await client.post("/generate", json=body(), headers=headers),
+        ):
+            assert answer.status_code == 403, (headers, answer.text)
+    for headers in ({}, {"Host": "localhost:1"}, {"Host": "[::1]:1"}, {"Origin": "http://127.0.0.1:5173"}):
+        assert (await client.post("/generate", json=body(), headers=headers)).status_code == 200, headers
+    assert (await client.get("/health", headers={"Host": "evil.example"})).status_code == 200

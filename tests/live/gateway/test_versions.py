@@ -177,7 +177,8 @@ async def test_a_client_that_leaves_as_its_stream_begins_leaves_nothing_at_work(
 
     told: list[str] = []
     scope = {
-        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "POST", "path": "/generate", "headers": [],
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "POST", "path": "/generate",
+        "headers": [(b"host", b"localhost")],
         "query_string": b"", "root_path": "", "scheme": "http", "server": ("127.0.0.1", 1), "http_version": "1.1",
     }  # fmt: skip
     await api.app()(scope, receive, send)  # type: ignore[arg-type]
