@@ -30,7 +30,7 @@ from towline.access.credentials import bus_users
 from towline.access.init import prepare_bus
 from towline.access.sites import SEED_VARIABLE, home_config, site_config
 from towline.bus.client import Bus
-from towline.bus.topology import ACKS, CONTROL
+from towline.bus.topology import ACKS, CONTROL, POLICY, REPLICAS, STATUS
 from towline.config import BusSettings, StoreSettings
 from towline.contract.policy import decode_ack
 from towline.local.servers import S3Server
@@ -38,7 +38,7 @@ from towline.local.toml import settings_toml
 from towline.store.objects import open_store
 
 DELAY_SECONDS, LOSS, CUT_SECONDS = 0.05, 0.01, 60.0
-STEPS = 30
+STEPS = 40
 _USABLE = os.geteuid() == 0 and os.path.exists("/dev/net/tun") and shutil.which("ip") is not None
 
 pytestmark = [
@@ -145,7 +145,26 @@ async def two_servers(folder: Path, run: str) -> AsyncIterator[Two]:
             )
             for bus in (made.home, made.seen):
                 await prepare_bus(settings_of(run, bus))
+            await _joined(made, run)
             yield made
+
+
+async def _joined(made: Two, run: str) -> None:
+    """Mirrors and sources that found nobody at first ask again after 10 s, then after 20 more, and so on."""
+    buses = [await Bus.connect(bus, run=run, client_name="join", patience_seconds=15) for bus in (made.home, made.seen)]
+    home, site = buses
+    await home.publish(home.topology.policy("opened"), b"")
+
+    async def both() -> bool:
+        found = [(await site.stream_state(POLICY)).messages > 0]
+        for bucket in (STATUS, REPLICAS):
+            await site.kv(bucket).put("join", b"")  # entries expire
+            found.append(await home.kv(bucket).get("join") is not None)
+        return all(found)
+
+    await until(both, 150.0)
+    for bus in buses:
+        await bus.close()
 
 
 @contextlib.asynccontextmanager
