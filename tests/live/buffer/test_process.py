@@ -168,7 +168,7 @@ async def test_a_standby_is_alive_and_not_ready_and_takes_over_from_a_killed_one
                 await until(lambda: says("1", "no_trainer"), seconds=4 * LEASE_TTL_SECONDS)
                 assert (await probes("1"))[0] == 200
                 port = (await status(bus, "1"))["port"]
-                await until(lambda: shown(http, port, "towline_buffer_consumer_waiting_share"))
+                await until(lambda: shown(http, port, "towline_buffer_trainer_waiting_ratio"))
                 page = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
         writers = [record for record in await records(bus) if isinstance(record, WriterRecord)]
     for name in METRICS:
