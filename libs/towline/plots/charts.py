@@ -25,6 +25,7 @@ _STYLE: dict[str, Any] = {
     "svg.hashsalt": "towline",  # the same data gives the same bytes
     "font.family": "sans-serif",
     "font.size": 9,
+    "text.parse_math": False,  # a name with two dollars is a name
     "text.color": INK,
     "axes.labelcolor": INK,
     "axes.edgecolor": FAINT,

@@ -67,3 +67,12 @@ def test_text_is_escaped_wherever_it_stands():
     assert html.count("&lt;script&gt;") == 12
     assert '<td class="n">0.125</td>' in html
     assert "<td>True</td>" in html
+
+
+@pytest.mark.parametrize("name", ["$\\frac{$", "$x^2$", "a_b$"])
+def test_a_name_with_dollars_is_a_name_and_no_formula(name):
+    for svg in (
+        charts.bars({name: 1.0}, x_label=name),
+        charts.lines([Series(name, [0, 1], [1, 2]), Series("b", [0, 1], [2, 1])], x_label=name, y_label=name),
+    ):
+        assert svg.count(f">{name}</text>") >= 2
