@@ -1,13 +1,16 @@
 """What watching a run costs it: python -m loadtests.views [--rate N] [--rounds N] [--seconds N] [--check]; one JSON object.
 
-Trajectories at `rate` a second go through a real buffer on a real nats-server. Four arms take turns in windows of `seconds`, in
-an order drawn anew each round: `plain`; `screens` (`towline top` and the live view of `towline up`); `readers` (a `towline trace`
-every few seconds); `traced` (spans at ratio 0.01, exported over OTLP). Each round compares with its own `plain`.
+Trajectories at `rate` a second go through a real buffer on a real nats-server. Five arms take turns in windows of `seconds`, in
+an order drawn anew each round: `plain`; `screens` (`towline top` and the live view of `towline up`); `web` (`towline ui` with a
+browser's page open); `readers` (`towline trace` of one sample every few seconds, by a process that is up); `traced` (spans at
+ratio 0.01, exported over OTLP). Each round compares with its own `plain`.
 
 rate                 trajectories a second, durable and scored, by arm
-cpu                  CPU seconds of buffer, rollouts and nats-server a thousand samples, by arm
+cpu, whole_cpu       CPU seconds of buffer, rollouts and nats-server a thousand samples, by arm; and the views' own besides
 slowdown             1 - rate / plain's rate: the median of the rounds, with their quartiles (target: at most 0.03)
-cpu_ratio            the same of cpu, over plain's
+cpu_ratio, whole_cpu_ratio   the same of cpu and of whole_cpu, over plain's
+cores                of a view's processes: CPU seconds a second
+command_cpu_seconds  of one `towline trace` as a command, start of the interpreter and imports included
 call_off_nanoseconds, traced_sample_microseconds   this process's time for one call where tracing is off, and for one sample's
                      twelve spans where it is traced
 """
@@ -20,18 +23,20 @@ import contextlib
 import json
 import os
 import random
+import resource
 import statistics
 import sys
 import tempfile
 import threading
 import timeit
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import psutil
-from loadtests.views.parts import Readers, Rollouts, state_at
+from loadtests.views.parts import Rollouts, state_at
+from loadtests.views.watching import Readers
 
 from towline import spans
 from towline.bus.client import Bus
@@ -43,7 +48,8 @@ from towline.store.base import seed_base_state
 from towline.store.log import Log
 from towline.store.objects import open_store
 
-ARMS = ("plain", "screens", "readers", "traced")
+ARMS = ("plain", "screens", "web", "readers", "traced")
+VIEWS = ("screens", "web", "readers")
 RATIO, MOST_SLOWDOWN = 0.01, 0.03
 SETTLE_SECONDS = 0.5
 """Left out at the beginning of each window."""
@@ -97,7 +103,7 @@ class Child:
             await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "loadtests.views.parts",
+                "loadtests.views.process",
                 name,
                 *arguments,
                 cwd=ROOT,
@@ -144,7 +150,7 @@ async def measure(rate: float, rounds: int, seconds: float, trace_seconds: float
             await _prepare(settings)
             config = folder / "run.toml"
             config.write_text(settings_toml(settings))
-            for name in ("buffer", "rollouts", "screens", "readers"):
+            for name in ("buffer", "rollouts", *VIEWS):
                 children.append(
                     await Child.start(name, str(config), endpoint, f"--rate={rate}", f"--trace-seconds={trace_seconds}")
                 )
@@ -152,7 +158,8 @@ async def measure(rate: float, rounds: int, seconds: float, trace_seconds: float
             nats = psutil.Process(server.pid)
             await _until_it_runs(children[0])
             windows = [await _round(children, nats, order.sample(ARMS, len(ARMS)), seconds) for _ in range(rounds)]
-            views = await children[2].counts() | await children[3].counts()
+            views = {name: await child.counts() for name, child in zip(VIEWS, children[2:], strict=True)}
+            views["readers"] |= await _trace_command(views["readers"], config)
         finally:
             for child in children:
                 await child.stop()
@@ -176,6 +183,24 @@ async def _until_it_runs(buffer: Child) -> None:
     await asyncio.sleep(2.0)
 
 
+async def _until_it_has_read(web: Child) -> None:
+    async with asyncio.timeout(60):
+        while not (await web.counts())["ready"]:  # noqa: ASYNC110  another process's
+            await asyncio.sleep(0.1)
+
+
+async def _trace_command(readers: Mapping[str, float], config: Path) -> dict[str, float]:
+    """CPU seconds of a whole `towline trace`, interpreter and imports included, of the sample that was traced last."""
+    sample = f"{readers['group']:.0f}.{readers['sample']:.0f}"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "towline.cli.main", "trace", str(config), sample, "--json"]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
+    if await process.wait():
+        raise RuntimeError("towline trace failed: see its message above")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {"command_cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
+
+
 async def _round(
     children: Sequence[Child], nats: psutil.Process, arms: Sequence[str], seconds: float
 ) -> dict[str, dict[str, float]]:
@@ -185,6 +210,8 @@ async def _round(
         for child in children:
             child.turn(arm)
         await asyncio.sleep(SETTLE_SECONDS)
+        if arm == "web":
+            await _until_it_has_read(children[2 + VIEWS.index("web")])
         before, began = await _look(children, nats), asyncio.get_running_loop().time()
         await asyncio.sleep(seconds)
         after, ended = await _look(children, nats), asyncio.get_running_loop().time()
@@ -193,6 +220,8 @@ async def _round(
             "rate": samples / (ended - began),
             "batched_rate": (after["batched"] - before["batched"]) / (ended - began),
             "cpu": 1000 * (after["cpu"] - before["cpu"]) / max(samples, 1.0),
+            "whole_cpu": 1000 * (after["cpu"] + after["views_cpu"] - before["cpu"] - before["views_cpu"]) / max(samples, 1.0),
+            "views_cores": (after["views_cpu"] - before["views_cpu"]) / (ended - began),
         }
     for child in children:
         child.turn("plain")
@@ -200,30 +229,38 @@ async def _round(
 
 
 async def _look(children: Sequence[Child], nats: psutil.Process) -> dict[str, float]:
-    buffer, rollouts = await children[0].counts(), await children[1].counts()
+    buffer, rollouts, *views = [await child.counts() for child in children]
     times = nats.cpu_times()
     return {
         "published": rollouts["published"],
         "batched": buffer["batched"],
         "cpu": buffer["cpu_seconds"] + rollouts["cpu_seconds"] + times.user + times.system,
+        "views_cpu": sum(view["cpu_seconds"] for view in views),
     }
 
 
 def _summary(
-    windows: list[dict[str, dict[str, float]]], views: dict[str, float], taken: list[int], rate: float, seconds: float
+    windows: list[dict[str, dict[str, float]]], views: dict[str, dict[str, float]], taken: list[int], rate: float, seconds: float
 ) -> dict[str, Any]:
     found: dict[str, Any] = {"offered": rate, "rounds": len(windows), "window_seconds": seconds}
-    for key in ("rate", "cpu"):
+    for key in ("rate", "cpu", "whole_cpu"):
         found[key] = {arm: round(statistics.median(window[arm][key] for window in windows), 3) for arm in ARMS}
     for arm in ARMS[1:]:
-        slower = [1 - window[arm]["rate"] / window["plain"]["rate"] for window in windows]
-        dearer = [window[arm]["cpu"] / window["plain"]["cpu"] for window in windows]
-        found[arm] = {"slowdown": _spread(slower), "cpu_ratio": _spread(dearer)}
+        found[arm] = {
+            "slowdown": _spread([1 - window[arm]["rate"] / window["plain"]["rate"] for window in windows]),
+            "cpu_ratio": _spread([window[arm]["cpu"] / window["plain"]["cpu"] for window in windows]),
+            "whole_cpu_ratio": _spread([window[arm]["whole_cpu"] / window["plain"]["whole_cpu"] for window in windows]),
+        }
+        if arm in VIEWS:
+            found[arm]["cores"] = _spread([window[arm]["views_cores"] for window in windows])
     active = seconds * len(windows)
-    found["screens"]["looks_per_second"] = round(views["frames"] / active, 2)
+    readers = views["readers"]
+    found["screens"]["looks_per_second"] = round(views["screens"]["frames"] / active, 2)
+    found["web"]["answers_per_second"] = round(views["web"]["answers"] / active, 2)
     found["readers"] |= {
-        "traces": int(views["traces"]),
-        "trace_seconds_mean": round(views["trace_seconds"] / max(views["traces"], 1), 2),
+        "traces": int(readers["traces"]),
+        "trace_seconds_mean": round(readers["trace_seconds"] / max(readers["traces"], 1), 3),
+        "command_cpu_seconds": round(readers["command_cpu_seconds"], 2),
     }
     found["traced"] |= {"requests": len(taken), "megabytes": round(sum(taken) / 1e6, 2)}
     return found

@@ -1,36 +1,20 @@
-"""The benchmark's processes: the buffer, scripted rollouts with reward and trainer, and the views. Orders come by standard input.
-
-`plain`, `screens`, `readers` and `traced` name the arm that begins; `count` is answered with a line of JSON: this process's
-counts so far.
-"""
+"""What is watched: the real buffer, and scripted rollouts with reward and trainer."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import io
-import json
-import random
-import resource
-import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from pathlib import Path
-from typing import Any, ClassVar
+from collections.abc import Callable
 
 import numpy as np
-import uvloop
-from rich.console import Console
-from rich.live import Live
+from loadtests.views.part import Part
 
 from towline import spans
 from towline.buffer.service import BufferService
 from towline.buffer.traces import Traces
-from towline.bundle.source import BusSource
-from towline.bus.client import Bus, Delivery
+from towline.bus.client import Delivery
 from towline.bus.topology import CONTROL, REPLICAS
-from towline.config import Settings, load_settings
 from towline.contract.codec import digest, encode
 from towline.contract.control import BatchRecord, ReissueRecord, TaskRecord, decode_control
 from towline.contract.entries import LogEntry, OpenEntry, VersionEntry
@@ -39,58 +23,14 @@ from towline.contract.policy import Committed, ReplicaInfo
 from towline.contract.task import Task, VersionSpan
 from towline.contract.trajectory import Segment, Timings, Trajectory, encode_trajectory
 from towline.delta.state import ModelState, RawTensor, TensorSpec
-from towline.errors import TowlineError
-from towline.local.live import View
-from towline.local.top import Screen, read_look
-from towline.report.figures import FigureBook
-from towline.report.progress import progress_of
 from towline.runtime.service import _tell
-from towline.runtime.tracing import Tracing, begin
-from towline.spans import Tracer
-from towline.store.blobs import Blobs
 from towline.store.keys import new_write_id
 from towline.store.log import Log
-from towline.store.objects import ObjectStore, open_store
 from towline.store.versions import VersionFacts, write_version
-from towline.trace.gather import trace
 
 POLICY_TOKENS = 512
 REPLICAS_SHOWN = 16
 AT_A_TIME = 64
-LOOK_SECONDS = 1.0
-"""Between two looks of `towline top`, and of `towline up`'s own view."""
-
-
-class Part:
-    """A process's bus, store and orders."""
-
-    def __init__(self, settings: Settings, bus: Bus, objects: ObjectStore, endpoint: str) -> None:
-        self.settings, self.bus, self.objects = settings, bus, objects
-        self.run = settings.run.name
-        self.arm = "plain"
-        self.counts: dict[str, float] = {}
-        found = begin(settings.telemetry.model_copy(update={"endpoint": endpoint}), service="bench", replica="0", run=self.run)
-        assert found is not None
-        self._tracing: Tracing = found
-        self.tracer: Tracer | None = spans.tracer
-        spans.install(None)
-
-    def turn(self, arm: str) -> None:
-        self.arm = arm
-        spans.install(self.tracer if arm == "traced" else None)
-
-    async def work(self) -> None:
-        raise NotImplementedError
-
-    async def obey(self) -> None:
-        reader = asyncio.StreamReader()
-        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        while line := (await reader.readline()).decode().strip():
-            if line == "count":
-                used = resource.getrusage(resource.RUSAGE_SELF)
-                print(json.dumps(self.counts | {"cpu_seconds": used.ru_utime + used.ru_stime}), flush=True)
-            else:
-                self.turn(line)
 
 
 class Buffer(Part):
@@ -233,100 +173,6 @@ class Rollouts(Part):
         return await asyncio.to_thread(self.log.append, lambda log: make(log, log.next_number, log.head_digest))
 
 
-class Views(Part):
-    """Works while its arm runs; what it is at when the arm ends is broken off."""
-
-    arm_of: ClassVar[str]
-
-    async def work(self) -> None:
-        self._on = asyncio.Event()
-        self._at_work: set[asyncio.Task[None]] = set()
-        async with asyncio.TaskGroup() as group:
-            for view in self.views():
-                group.create_task(self._while_on(view))
-
-    def views(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
-        raise NotImplementedError
-
-    def turn(self, arm: str) -> None:
-        self.arm = arm
-        if arm == self.arm_of:
-            self._on.set()
-        else:
-            self._on.clear()
-            for task in self._at_work:
-                task.cancel()
-
-    async def _while_on(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        while True:
-            await self._on.wait()
-            task = asyncio.create_task(work())
-            self._at_work.add(task)
-            await asyncio.wait([task])
-            self._at_work.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None:
-                if not isinstance(error, TowlineError):
-                    raise error
-                print(f"view: {error.message}", file=sys.stderr, flush=True)
-                await asyncio.sleep(0.5)
-
-
-class Screens(Views):
-    """`towline top` and `towline up`'s live view, on screens that nobody sees."""
-
-    arm_of = "screens"
-
-    def views(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
-        self.counts = {"frames": 0.0}
-        return self._top, self._live
-
-    async def _top(self) -> None:
-        screen = Screen(self.run, self.settings.run.steps, self.settings.buffer.max_staleness, FigureBook())
-        with Live(console=_console(), refresh_per_second=4, screen=True) as live:
-            while self._on.is_set():
-                live.update(screen.draw(await read_look(self.bus)))
-                self.counts["frames"] += 1
-                await asyncio.sleep(LOOK_SECONDS)
-
-    async def _live(self) -> None:
-        book = FigureBook()
-        with View(_console(), f"towline {self.run}", {"buffer": 1}) as view:
-            while self._on.is_set():
-                book.update((await read_look(self.bus)).statuses)
-                view.show(
-                    progress_of(book, steps=self.settings.run.steps, max_staleness=self.settings.buffer.max_staleness), book
-                )
-                await asyncio.sleep(LOOK_SECONDS)
-
-
-class Readers(Views):
-    """Somebody who looks at one sample after the other (`towline trace`)."""
-
-    arm_of = "readers"
-    trace_seconds = 10.0
-
-    def views(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
-        self.counts = {"traces": 0.0, "trace_seconds": 0.0}
-        return (self._traces,)
-
-    async def _traces(self) -> None:
-        while self._on.is_set():
-            began = time.monotonic()
-            message = await self.bus.last(CONTROL, self.bus.topology.control("batch"))
-            if message is not None and isinstance(record := decode_control(message.data), BatchRecord):
-                row = random.choice(record.rows)
-                source = await BusSource.open(self.bus, self.objects, self.settings)
-                life = await trace(source, row.group, row.sample)
-                assert life.batches, life.explanation
-                self.counts["traces"] += 1
-                self.counts["trace_seconds"] += time.monotonic() - began
-            await asyncio.sleep(max(self.trace_seconds - (time.monotonic() - began), 0.1))
-
-
-def _console() -> Console:
-    return Console(file=io.StringIO(), force_terminal=True, width=160, height=60)
-
-
 def state_at(depth: int) -> ModelState:
     return {"w": RawTensor(TensorSpec("w", "F32", (1,)), np.array([depth], "<f4").view(np.uint8))}
 
@@ -360,35 +206,3 @@ def score_of(task: Task, task_sequence: int, sequence: int, data: bytes, version
         policy_tokens=POLICY_TOKENS, total_tokens=start + POLICY_TOKENS, finish="stop",
         version_spans=(VersionSpan(start, start + POLICY_TOKENS, version, "start"),),
     )  # fmt: skip
-
-
-PARTS: Mapping[str, type[Part]] = {"buffer": Buffer, "rollouts": Rollouts, "screens": Screens, "readers": Readers}
-
-
-async def run_part(name: str, config: Path, endpoint: str) -> None:
-    settings = load_settings(config)
-    objects = open_store(settings.store)
-    run = settings.run.name
-    bus = await Bus.connect(settings.bus, run=run, client_name=f"bench-{name}", blobs=Blobs(objects, run))
-    part = PARTS[name](settings, bus, objects, endpoint)
-    work = asyncio.create_task(part.work())
-    obey = asyncio.create_task(part.obey())
-    done, left = await asyncio.wait([work, obey], return_when=asyncio.FIRST_COMPLETED)
-    for task in left:
-        task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
-    for task in done:
-        task.result()
-    await bus.close()
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("part", choices=PARTS)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("endpoint")
-    parser.add_argument("--rate", type=float, default=Rollouts.rate)
-    parser.add_argument("--trace-seconds", type=float, default=Readers.trace_seconds)
-    given = parser.parse_args()
-    Rollouts.rate, Readers.trace_seconds = given.rate, given.trace_seconds
-    uvloop.run(run_part(given.part, given.config, given.endpoint))
