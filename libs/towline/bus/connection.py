@@ -23,6 +23,7 @@ from nats.aio.msg import Msg
 
 from towline.bus.address import without_user
 from towline.bus.login import judge, login, new_client
+from towline.bus.outgoing import without_copies
 from towline.bus.wire import DENIED_CODE, NO_RESPONDERS, Unsettled
 from towline.config import BusSettings
 from towline.errors import UnavailableError, UsageError
@@ -89,6 +90,8 @@ class Connection:
         self._subscriptions: dict[int, Subscription] = {}
         self._listeners: set[Callable[[], None]] = set()
         self._pending: dict[str, tuple[str, asyncio.Future[Msg]]] = {}
+        self._series: dict[str, list[Msg]] = {}
+        """Of requests that many messages answer: where those go, up to the status that ends them."""
         self._count = 0
         self._inbox = self.new_inbox()
         self._replies = Subscription(self, f"{self._inbox}.*", self._on_reply)
@@ -192,15 +195,20 @@ class Connection:
         if subject in self._denied:
             raise UsageError(self._refusal("publish", subject), code=DENIED_CODE)
 
-    async def post(self, subject: str, data: bytes, *, headers: dict[str, str] | None = None) -> asyncio.Future[Msg]:
+    async def post(
+        self, subject: str, data: bytes, *, headers: dict[str, str] | None = None, series: list[Msg] | None = None
+    ) -> asyncio.Future[Msg]:
         """Send a message that will be answered: the future is the answer, `Unsettled` (lost) or `UsageError` (refused).
 
-        Whoever stops waiting cancels the future. Messages leave in the order of the calls.
+        Whoever stops waiting cancels the future. Messages leave in the order of the calls. With a `series` answers without a
+        status go there, and the future is the one that has one.
         """
         self._count += 1
         token = f"{self._count:x}"
         future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
         self._pending[token] = (subject, future)
+        if series is not None:
+            self._series[token] = series
         future.add_done_callback(lambda done: self._forget(token, done))
         try:
             await self.send(subject, data, reply=f"{self._inbox}.{token}", headers=headers)
@@ -227,13 +235,34 @@ class Connection:
             raise Unsettled(f"nobody answers on {subject}: the stream is missing or starting", no_responders=True)
         return reply
 
+    async def request_many(self, subject: str, data: bytes, arrived: list[Msg], *, seconds: float) -> Msg:
+        """Send, and put the answers into `arrived` as they come; the status message that ends them. `Unsettled` where nothing
+        more comes for `seconds`, and as for `request`; `arrived` then has what came before."""
+        self.raise_if_denied(subject)
+        future = await self.post(subject, data, series=arrived)
+        try:
+            while True:
+                before = len(arrived)
+                await asyncio.wait([future], timeout=seconds)
+                if future.done():
+                    return await self.answer(future, subject, seconds)
+                if len(arrived) == before:
+                    raise Unsettled(f"no more answers on {subject} within {seconds:g} s")
+        finally:
+            future.cancel()
+
     def _forget(self, token: str, done: asyncio.Future[Msg]) -> None:
         self._pending.pop(token, None)
+        self._series.pop(token, None)
         if not done.cancelled():
             done.exception()  # looked at: an answer that nobody waits for any more needs no warning
 
     def _on_reply(self, message: Msg) -> None:
-        entry = self._pending.get(message.subject.rpartition(".")[2])
+        token = message.subject.rpartition(".")[2]
+        if token in self._series and "Status" not in (message.headers or {}):
+            self._series[token].append(message)
+            return
+        entry = self._pending.get(token)
         if entry is not None and not entry[1].done():
             entry[1].set_result(message)
 
@@ -261,6 +290,7 @@ class Connection:
         self._denied.clear()
         client, known = new_client(settings), login(settings)
         client._parse_header_lines = parse_header_lines
+        without_copies(client)
         try:
             async with asyncio.timeout(settings.connect_timeout_seconds):
                 await client.connect(

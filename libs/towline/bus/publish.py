@@ -29,6 +29,7 @@ from towline.bus.wire import (
     Unsettled,
     answer,
     fetch,
+    header_bytes,
     stow,
 )
 from towline.errors import UnavailableError, UsageError
@@ -101,12 +102,17 @@ class Publisher:
 
     async def stow(self, subject: str, data: bytes, headers: dict[str, str] | None = None) -> Stub:
         """The message as it will be sent, its payload in the blob store where the server wouldn't take it."""
+        if self.connection.connected and len(data) + header_bytes(headers or {}) <= self._room:
+            return Stub(data, dict(headers or {}))
 
         async def attempt() -> Stub:
-            room = self.connection.max_payload - _HEADROOM_BYTES
-            return await stow(data, dict(headers or {}), room, self.blobs, subject)
+            return await stow(data, dict(headers or {}), self._room, self.blobs, subject)
 
         return await self.jetstream.patiently(f"put away the payload of {subject}", attempt)
+
+    @property
+    def _room(self) -> int:
+        return self.connection.max_payload - _HEADROOM_BYTES
 
     async def publish(self, subject: str, data: bytes, headers: dict[str, str] | None = None) -> int:
         """Append a message; the sequence. A repeat within the stream's duplicate window isn't stored twice."""
