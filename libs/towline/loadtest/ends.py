@@ -123,10 +123,7 @@ async def consume(plan: Plan, sink: Sink) -> dict[str, Any]:
     return {"first": first, "last": last, "latencies": latencies, "twice": twice, "received": len(seen)}
 
 
-async def main(plan: Plan) -> dict[str, Any]:
-    from towline.loadtest.systems import sink_of, source_of
-
-    made: Source | Sink = source_of(plan) if plan.role == "produce" else sink_of(plan)
+async def main(plan: Plan, made: Source | Sink) -> dict[str, Any]:
     await made.open()
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)  # the other ends are ready too
@@ -138,7 +135,15 @@ async def main(plan: Plan) -> dict[str, Any]:
         await made.close()
 
 
-if __name__ == "__main__":
-    print(json.dumps(uvloop.run(main(Plan(**json.loads(sys.stdin.readline()))))), flush=True)
+def as_program(source_of: Callable[[Plan], Source], sink_of: Callable[[Plan], Sink]) -> None:
+    """Be the end that standard input's first line describes, and end the process."""
+    plan = Plan(**json.loads(sys.stdin.readline()))
+    print(json.dumps(uvloop.run(main(plan, source_of(plan) if plan.role == "produce" else sink_of(plan)))), flush=True)
     sys.stdout.flush()
     os._exit(0)
+
+
+if __name__ == "__main__":
+    from towline.loadtest import systems
+
+    as_program(systems.source_of, systems.sink_of)

@@ -1,6 +1,6 @@
 """The hop worker -> durable -> trainer in three systems: Towline's bus client, nats-py alone, and the S3 client alone.
 
-Towline's way is a worker's and a trainer's: a create-only publish, and a fetch by sequence that is checked against the digest;
+Towline's way is a worker's and a trainer's: a create-only publish, and a fetch of many together, each checked against the digest;
 the sequences come as CONTROL's batch records bring them. nats-py's is the plainest that is as durable: publish with its ack,
 fetch from a durable pull consumer, ack.
 """
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 TOLD_AT_ONCE = 16
 """Sequences that the consumer hears of together: a batch record names many rows."""
+LANES = 4
+"""Of requests for many: the window in as many parts, so that one is on its way while another is looked at."""
 FETCH_SECONDS = 5.0
 
 
@@ -104,10 +106,10 @@ class _TowlineSource:
         await self._teller.open()
 
     async def send(self, number: int, payload: bytes) -> None:
-        subject = self._bus.topology.trajectory(self._plan.sender * 10**6 + number // 8, number % 8)
+        group, sample = self._plan.sender * 10**6 + number // 8, number % 8
         digest = xxhash.xxh3_128_hexdigest(payload)
-        created = await self._bus.create(subject, payload)
-        await self._teller.say([created.sequence, digest])
+        created = await self._bus.create(self._bus.topology.trajectory(group, sample), payload)
+        await self._teller.say([group, sample, created.sequence, digest])
 
     async def close(self) -> None:
         await self._teller.close()
@@ -124,15 +126,24 @@ class _TowlineSink:
         await self._heard.open()
 
     async def receive(self) -> AsyncIterator[bytes]:
-        async def one(item: list[Any]) -> bytes:
-            sequence, digest = item
-            data = (await self._bus.get(TRAJECTORY, sequence)).data
-            if xxhash.xxh3_128_hexdigest(data) != digest:
-                raise CorruptError(f"trajectory {sequence} isn't what was sent", code="digest")
-            return data
+        trajectory = self._bus.topology.trajectory
 
-        async for payload in _pooled(self._heard.queue, self._plan.window, one):
-            yield payload
+        async def some(items: list[Any]) -> list[bytes]:
+            places = [(trajectory(group, sample), sequence) for group, sample, sequence, _ in items]
+            together = await self._bus.get_together(TRAJECTORY, places)
+
+            async def one(sequence: int, digest: str) -> bytes:
+                message = together.get(sequence) or await self._bus.get(TRAJECTORY, sequence)
+                if xxhash.xxh3_128_hexdigest(message.data) != digest:
+                    raise CorruptError(f"trajectory {sequence} isn't what was sent", code="digest")
+                return message.data
+
+            return await asyncio.gather(*(one(sequence, digest) for _, _, sequence, digest in items))
+
+        lanes = min(LANES, self._plan.window)
+        async for payloads in _pooled(self._heard.queue, lanes, some, self._plan.window // lanes):
+            for payload in payloads:
+                yield payload
 
     async def close(self) -> None:
         await self._heard.close()
@@ -224,26 +235,28 @@ class _S3Sink:
                 response.close()
                 response.release_conn()
 
-        async for payload in _pooled(self._heard.queue, self._plan.window, lambda name: asyncio.to_thread(read, name)):
+        async for payload in _pooled(self._heard.queue, self._plan.window, lambda names: asyncio.to_thread(read, names[0]), 1):
             yield payload
 
     async def close(self) -> None:
         await self._heard.close()
 
 
-async def _pooled(queue: asyncio.Queue[Any], window: int, fetch: Any) -> AsyncIterator[bytes]:
-    """What is told, fetched `window` at a time, in the order of arrival."""
+async def _pooled(queue: asyncio.Queue[Any], lanes: int, fetch: Any, most: int) -> AsyncIterator[Any]:
+    """What is told, fetched by as many lanes, up to `most` in one call, in the order of arrival."""
     done: asyncio.Queue[Any] = asyncio.Queue()
 
     async def lane() -> None:
         while True:
-            item = await queue.get()
+            items = [await queue.get()]
+            while len(items) < most and not queue.empty():
+                items.append(queue.get_nowait())
             try:
-                done.put_nowait(await fetch(item))
+                done.put_nowait(await fetch(items))
             except Exception as error:  # noqa: BLE001  it's raised where the payload is awaited
                 done.put_nowait(error)
 
-    lanes = [asyncio.create_task(lane()) for _ in range(window)]
+    tasks = [asyncio.create_task(lane()) for _ in range(lanes)]
     try:
         while True:
             found = await done.get()
@@ -251,9 +264,9 @@ async def _pooled(queue: asyncio.Queue[Any], window: int, fetch: Any) -> AsyncIt
                 raise found
             yield found
     finally:
-        for task in lanes:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*lanes, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _bus(plan: Plan) -> Bus:

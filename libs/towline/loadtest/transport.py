@@ -54,6 +54,9 @@ class Measured:
 class Transport:
     """`run` once; `folder` is where the servers live, where the scenario names none."""
 
+    ends = "towline.loadtest.ends"
+    """The program of an end."""
+
     def __init__(self, scenario: Scenario, folder: Path, run: str, say: Say) -> None:
         self._scenario, self._folder, self._run, self._say = scenario, folder / run, run, say
 
@@ -69,14 +72,18 @@ class Transport:
                 await self._closed_loop(result, bus, store)
         return result
 
+    def systems(self, size: int) -> tuple[str, ...]:
+        """Ours, and what stands beside it at this payload."""
+        return ("towline", "s3" if size > LARGE_BYTES else "nats")
+
     async def _closed_loop(self, result: Result, bus: BusSettings, store: StoreSettings) -> None:
         load = self._scenario.load
         for size in load.payload_bytes:
-            systems = ("towline", "s3" if size > LARGE_BYTES else "nats")
+            systems = self.systems(size)
             found: dict[str, list[Measured]] = {name: [] for name in systems}
             for turn in range(load.rounds + 1):
                 # In turn, and which goes first in turn too: what the machine does meanwhile falls on both.
-                for name in systems if turn % 2 else reversed(systems):
+                for name in systems if turn % 2 else systems[::-1]:
                     messages = max(load.messages // (8 if turn == 0 else 1), load.window)
                     one = await self._measure(name, size, messages, [], bus, store)
                     if turn:  # the first is the warm-up
@@ -93,9 +100,10 @@ class Transport:
                 result.metrics[f"{name}.{title}.twice"] = float(sum(one.twice for one in found[name]))
                 latencies = [value for one in found[name] for value in one.latencies]
                 result.distribution(f"{name}.{title}.latency_seconds", latencies)
-            ours, theirs = systems
-            shares = [a.rate / b.rate for a, b in zip(found[ours], found[theirs], strict=True)]
-            result.metrics[f"towline.{title}.share_of_{theirs}"] = float(np.median(shares))
+            ours, *others = systems
+            for theirs in others:
+                shares = [a.rate / b.rate for a, b in zip(found[ours], found[theirs], strict=True)]
+                result.metrics[f"{ours}.{title}.share_of_{theirs}"] = float(np.median(shares))
             result.tables.setdefault("rounds", []).extend(
                 {"payload": size, "system": name, "round": turn, "messages_per_second": one.rate}
                 for name in systems
@@ -143,7 +151,7 @@ class Transport:
         await self._clear(bus)
         plans = [Plan(role="consume", messages=each * senders, **shared)]
         plans += [Plan(role="produce", messages=each, profile=split, sender=number, **shared) for number in range(senders)]
-        found = await _together(plans, START_SECONDS + load.most_seconds)
+        found = await _together(self.ends, plans, START_SECONDS + load.most_seconds)
         await self._clear(bus)
         taken, sent = found[0], found[1:]
         began = min(one["began"] for one in sent)
@@ -212,11 +220,11 @@ def knee(offered: list[float], achieved: list[float], p50: list[float]) -> float
     return best
 
 
-async def _together(plans: list[Plan], seconds: float) -> list[dict[str, Any]]:
+async def _together(program: str, plans: list[Plan], seconds: float) -> list[dict[str, Any]]:
     """Start every end, let them go once all are ready, and have what they found. `UnavailableError` where one fails."""
     ends = [
         await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "towline.loadtest.ends", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            sys.executable, "-m", program, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             limit=256 << 20,
         )
         for _ in plans
