@@ -123,7 +123,7 @@ FILTERS = [
 ]
 
 
-@pytest.mark.parametrize(("wanted", "takes"), FILTERS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("wanted", "takes"), FILTERS, ids=[str(number) for number in range(len(FILTERS))])
 def test_a_filter_takes_what_it_says_and_pages_join_without_a_gap(wanted: SampleFilter, takes):
     rng = random.Random(1)
     index = SampleIndex(128)
