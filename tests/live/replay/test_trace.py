@@ -8,6 +8,7 @@ import pytest
 
 from live.replay.conftest import UNSCORED_GROUP
 from support.bundles import towline
+from support.planted_control import fold
 from towline.bundle.folder import BundleSource
 from towline.bus.topology import CONTROL, OUTCOME, TRAJECTORY
 from towline.contract.codec import digest
@@ -94,3 +95,15 @@ async def test_an_evaluated_sample_names_its_evaluation(ran):
 async def test_an_unknown_sample_is_refused(ran):
     with pytest.raises(MissingError, match=r"knows no sample 999\.0"):
         await trace(BundleSource.open(ran.bundle), 999, 0)
+
+
+async def test_every_sample_of_the_run_has_the_decisions_that_the_whole_of_control_has(ran):
+    source = BundleSource.open(ran.bundle)
+    every = [(message.sequence, decode_control(message.data)) async for message in source.read(CONTROL)]
+    tasks = [record.task for _, record in every if isinstance(record, TaskRecord)]
+    assert tasks
+    for task in tasks:
+        life, expected = await trace(source, task.group, task.sample), fold(every, task.group, task.sample)
+        assert [[one.task_sequence, one.reissued, one.cancelled] for one in life.attempts] == expected.attempts
+        assert [[one.sequence, one.void_by] for one in life.batches] == expected.batches
+        assert (life.dropped, life.evaluated_version) == (expected.dropped, expected.evaluated)
