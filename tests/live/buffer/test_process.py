@@ -125,12 +125,13 @@ async def test_a_standby_waits_its_turn_and_hanging_states_have_a_name(
 
 
 METRICS = (
-    "oldest_open_seconds", "oldest_complete_seconds", "oldest_batch_seconds", "pacing_band_groups", "pacing_room_groups",
-    'staleness{key="mean"}', 'staleness{key="p99"}', 'staleness{key="max"}', "staleness_token_mean", 'over_stale{key="tokens"}',
-    "dropped", "turned_away", "unpaced", "late", "producer_blocked_share", "consumer_waiting_share", "mixed_version_share",
-    "open_groups", "complete_groups", "offered_groups", "requeue", "resampled", "requests_refused",
+    "oldest_open_group_age_seconds", "oldest_complete_group_age_seconds", "oldest_batch_age_seconds", "pacing_band_groups",
+    "pacing_room_groups", 'staleness_depths{statistic="mean"}', 'staleness_depths{statistic="p99"}',
+    'staleness_depths{statistic="max"}', "staleness_token_mean_depths", 'over_stale{statistic="tokens"}', "samples_dropped",
+    "external_groups_refused", "outcomes_late", "admission_blocked_ratio", "trainer_waiting_ratio", "mixed_version_ratio",
+    "groups_open", "groups_complete", "external_groups_offered", "groups_to_requeue", "resampled_groups", "requeues_refused",
 )  # fmt: skip
-"""What dashboards are built on; `dropped` and `turned_away` have no reasons yet, `length_bias` comes with the first batch."""
+"""What dashboards are built on; drops and refusals have no reasons yet, `length_bias` comes with the first batch."""
 
 
 async def shown(http: httpx.AsyncClient, port: int, name: str) -> bool:
@@ -172,7 +173,7 @@ async def test_a_standby_is_alive_and_not_ready_and_takes_over_from_a_killed_one
                 page = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
         writers = [record for record in await records(bus) if isinstance(record, WriterRecord)]
     for name in METRICS:
-        assert f"\ntowline_buffer_{name}" in page or f"\n# TYPE towline_buffer_{name} gauge" in page, name
+        assert f"\ntowline_buffer_{name}" in page or f"\n# TYPE towline_buffer_{name}_total counter" in page, name
     assert held is not None
     renewed = msgspec.json.decode(last or held)["at"]
     assert len(writers) == 2

@@ -29,10 +29,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def own_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a killed trainer leaves behind stays in the test's folder."""
-    folder = tmp_path / "scratch"
-    folder.mkdir()
+def own_scratch(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a killed trainer leaves behind stays here. One short path: sockets are made in it, and theirs have 107 bytes."""
+    folder = tmp_path_factory.getbasetemp() / "scratch"
+    folder.mkdir(exist_ok=True)
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", None)
 
