@@ -72,8 +72,9 @@ class Scene:
         return self.world.settings(**given).model_copy(update={"gateway": mine, "sampling": sampling})
 
     async def worker(
-        self, name: str = "w", *, version: int = 0, gateway: dict[str, Any] | None = None, **rollout: Any
+        self, name: str = "w", *, version: int = 0, seconds: float = 20.0, gateway: dict[str, Any] | None = None, **rollout: Any
     ) -> Running:
+        """Its start may take `seconds`."""
         settings = self.settings(gateway=gateway, **rollout)
         bus = await Bus.connect(self._bus_settings, run=self.world.run, client_name=name)
         worker = Worker(
@@ -81,7 +82,7 @@ class Scene:
             folder=self.world.folder / f"copy-{name}",
         )  # fmt: skip
         self.workers[name] = Running(worker, bus)
-        await self.world.served(version, name)
+        await self.world.served(version, name, seconds)
         return self.workers[name]
 
     async def gateway(
