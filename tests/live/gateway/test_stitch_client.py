@@ -16,6 +16,11 @@ ENGINE_CONTROL = (
     "flush_cache", "abort_request", "release_memory_occupation", "resume_memory_occupation",
 )  # fmt: skip
 """What a trainer would call on an engine that it holds itself."""
+BOUNDS: tuple[dict[str, Any], ...] = (
+    {}, {"weight_version": {"min_version": 0}}, {"weight_version": {"exact_version": 0}},
+    {"weight_version": {"min_version": None, "exact_version": 0}},
+)  # fmt: skip
+"""What a request may say before the first version is followed by another."""
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 
 
@@ -107,9 +112,10 @@ async def test_a_client_of_the_external_rollout_contract_is_served_unchanged(sce
     check_no_engine(await client.get("/health"))
     check_no_engine(await client.post("/wake"))
     for route in ROUTES:
-        for bound in ({}, {"weight_version": {"min_version": 0}}, {"weight_version": {"exact_version": 0}}):
-            check_no_engine(await client.post(route, json=body(route, run, **bound)))
-            check_no_engine(await client.post(route, json=body(route, run, stream=True, **bound)))
+        for wanted in BOUNDS:
+            given = body(route, run) | wanted
+            check_no_engine(await client.post(route, json=given))
+            check_no_engine(await client.post(route, json=given | {"stream": True}))
     early: list[httpx.Response] = []
     waiting = asyncio.create_task(patient(client, "/generate", body("/generate", run), early))
     await until(lambda: bool(early))
@@ -124,8 +130,8 @@ async def test_a_client_of_the_external_rollout_contract_is_served_unchanged(sce
     info = (await client.get("/server_info")).raise_for_status().json()
     assert (info["applied"], info["latest_version"], [one["version"] for one in info["replicas"]]) == (0, 0, [0])
     for route in ROUTES:
-        for bound in ({}, {"min_version": 0}, {"exact_version": 0}, {"min_version": None, "exact_version": 0}):
-            given = body(route, run, **({"weight_version": bound} if bound else {}))
+        for wanted in BOUNDS:
+            given = body(route, run) | wanted
             answer = (await client.post(route, json=given)).raise_for_status().json()
             check_versions(route, answer, 0, 0)
             if route == "/generate":
@@ -142,8 +148,8 @@ async def test_a_client_of_the_external_rollout_contract_is_served_unchanged(sce
     commit = scene.world.stage(1)
     newer = 2
     for route in ROUTES:
-        for bound in ({"min_version": newer}, {"exact_version": newer}):
-            given = body(route, run, weight_version=bound)
+        for name in ("min_version", "exact_version"):
+            given = body(route, run, weight_version={name: newer})
             check_not_ready(await client.post(route, json=given), newer, 0)
             check_not_ready(await client.post(route, json=given | {"stream": True}), newer, 0)
     running = asyncio.create_task(client.post("/generate", json=body("/generate", run, 400, weight_version={"min_version": 0})))
