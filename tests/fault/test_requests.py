@@ -26,8 +26,8 @@ async def offer(bus: Bus, group: list[Trajectory], name: str) -> None:
         await bus.create(bus.topology.trajectory(number, sent.sample), encode_trajectory(sent))
 
 
-async def keep_asking(bus: Bus, run: Field) -> None:
-    """Offers each whole group once more, and asks for every dropped prompt, until the run ends."""
+async def keep_offering(bus: Bus, run: Field) -> None:
+    """Offers every third whole group once more, until the run ends."""
     seen: dict[int, list[Trajectory]] = defaultdict(list)
     start = 1
     while not run.is_done():
@@ -38,6 +38,12 @@ async def keep_asking(bus: Bus, run: Field) -> None:
                 seen[trajectory.group].append(trajectory)
                 if len(seen[trajectory.group]) == GROUP_SIZE:
                     await offer(bus, seen[trajectory.group], f"again-{trajectory.group}")
+        await asyncio.sleep(0.1)
+
+
+async def keep_asking(bus: Bus, run: Field) -> None:
+    """Asks for every dropped prompt, until the run ends."""
+    while not run.is_done():
         try:
             await requeue(bus, run.settings.run.steps, sequences=None, stage=None, wait_seconds=0.2)
         except UsageError as error:
@@ -50,7 +56,8 @@ def test_groups_from_outside_and_requests_survive_the_buffer_s_deaths(zygote, tm
         bus = await run.connect()
         await bus.ensure()
         try:
-            await asyncio.gather(keep_asking(bus, run), asyncio.to_thread(run.until, run.is_done, "the run never ended"))
+            ended = asyncio.to_thread(run.until, run.is_done, "the run never ended")
+            await asyncio.gather(keep_offering(bus, run), keep_asking(bus, run), ended)
         finally:
             await bus.close()
 

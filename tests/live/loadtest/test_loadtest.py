@@ -14,7 +14,7 @@ from towline.loadtest.result import read_result
 RUN = """
 [run]
 name = "lt"
-steps = 4
+steps = 8
 [sampling]
 max_tokens = 64
 stop_token_ids = [0]
@@ -31,10 +31,10 @@ processes = 1
 warm_up_seconds = 0
 most_seconds = 150
 [load.trainer]
-step_seconds = 0.1
+step_seconds = 0.6
 model_bytes = 65536
 [load.thresholds]
-"depth_reached" = { least = 4 }
+"depth_reached" = { least = 8 }
 "over_bound_rows" = { most = 0 }
 "weights.replicas_acknowledged" = { least = 7 }
 """
@@ -67,7 +67,7 @@ def test_a_run_under_load_is_audited_and_a_threshold_that_isnt_kept_fails_it(tmp
     result = read_result(tmp_path / "out" / "result-000.json")
     metrics = result.metrics
     assert result.violations == []
-    assert metrics["audit.rows_checked"] == 4 * 2 * 4
+    assert metrics["audit.rows_checked"] == 8 * 2 * 4
     assert metrics["weights.replicas_acknowledged"] == 6
     assert metrics["hop.generate.count"] > 0
     assert metrics["ttft_seconds.count"] > 0
