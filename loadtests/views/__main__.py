@@ -296,7 +296,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=5.0, help="of each window")
     parser.add_argument("--trace-seconds", type=float, default=Readers.trace_seconds, help="between two traces of one reader")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--check", action="store_true", help=f"fail where an arm is slower by more than {MOST_SLOWDOWN:.0%}")
+    parser.add_argument("--check", action="store_true", help=f"fail where an arm is slower by more than {MOST_SLOWDOWN:.0%}%")
     given = parser.parse_args()
     found = asyncio.run(measure(given.rate, given.rounds, given.seconds, given.trace_seconds, given.seed))
     print(json.dumps(found))

@@ -10,6 +10,7 @@ import asyncio
 import json
 import resource
 import sys
+from abc import ABC, abstractmethod
 
 from towline import spans
 from towline.bus.client import Bus
@@ -19,7 +20,7 @@ from towline.spans import Tracer
 from towline.store.objects import ObjectStore
 
 
-class Part:
+class Part(ABC):
     """A process's bus, store and orders."""
 
     def __init__(self, settings: Settings, bus: Bus, objects: ObjectStore, endpoint: str) -> None:
@@ -37,8 +38,8 @@ class Part:
         self.arm = arm
         spans.install(self.tracer if arm == "traced" else None)
 
-    async def work(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def work(self) -> None: ...
 
     async def obey(self) -> None:
         reader = asyncio.StreamReader()

@@ -7,6 +7,7 @@ import io
 import random
 import sys
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar
 
@@ -46,8 +47,8 @@ class Views(Part):
             for view in self.views():
                 group.create_task(self._while_on(view))
 
-    def views(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
-        raise NotImplementedError
+    @abstractmethod
+    def views(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]: ...
 
     def turn(self, arm: str) -> None:
         self.arm = arm
