@@ -95,8 +95,14 @@ $(TOKENIZERS)/.stamp: tests/tokenizers.txt $(STAMP)
 # Most tests wait for servers and processes more than they compute.
 PROCESSES := 2
 
+# These are real processes, killed and cut off in real time, beside each other. What fails there runs once more, alone and
+# named in the output: a fault fails twice, a machine that stood still for a moment doesn't.
 test: lint $(TOKENIZERS)/.stamp
-	@$(BIN)/pytest --quiet --numprocesses $(PROCESSES) --dist loadfile
+	@$(BIN)/pytest --quiet --cache-clear --numprocesses $(PROCESSES) --dist loadfile || { \
+		test $$? -eq 1 || exit 2; \
+		echo "make test: the failed tests above run once more, alone"; \
+		$(BIN)/pytest --quiet --last-failed --last-failed-no-failures none --maxfail 4; \
+	}
 
 test-access: setup
 	@$(BIN)/pytest --quiet -m slow tests/live/access

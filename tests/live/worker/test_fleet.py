@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,9 @@ async def assert_well(run: Fleet, settings: Settings, *, joined_at: int, quick: 
     assert report.counts.trained == settings.run.steps * 8
     lineage = log.lineage
     entries = {entry.number: entry for entry in log.entries() if isinstance(entry, VersionEntry)}
-    # The slow one came along without having been waited for.
-    assert len(run.served[SLOW]) < len(run.served[quick[0]]), "the slow one served as many versions as a quick one"
+    # The slow one came along without having been waited for: a quick one did several times its work meanwhile.
+    work = Counter(one.replica for one in run.delivered)
+    assert work[SLOW] * 2 < work[quick[0]], work
     for replica, served in run.served.items():
         assert max(lineage.depth(version) for version in served) > settings.run.steps * 0.6, (replica, sorted(served))
         for version, files in served.items():
