@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from towline.access.nats_config import Tls, tls_config
 from towline.bus.sites import kept_apart, kept_in
 
 SEED_VARIABLE = "TOWLINE_LEAF_SEED"
@@ -14,10 +15,16 @@ _PINGS = 'ping_interval: "5s"\nping_max: 2\n'
 """A line that is cut without a word is noticed after 15 s, not after nats-server's 6 minutes, and dialled anew."""
 
 
-def home_config(listen: str, key: str, account: str) -> str:
-    """Home's part: where sites connect, and as whom. `key`: their public nkey; nats-server takes one for all of them."""
+def home_config(listen: str, key: str, account: str, tls: Tls | None = None) -> str:
+    """Home's part: where sites connect, and as whom. `key`: their public nkey; nats-server takes one for all of them.
+
+    `tls`: the door's own, since the clients' doesn't count for it; without it the door takes connections in the clear.
+    """
     user = f"{{ nkey: {key}, account: {json.dumps(account)} }}"
-    return f"{_PINGS}leafnodes {{\n  listen: {json.dumps(listen)}\n  authorization {user}\n}}\n"
+    lines = [f"listen: {json.dumps(listen)}", f"authorization {user}"]
+    lines += ["no_advertise: true  # sites come by the one address that they were given, not by each server's own"]
+    lines += tls_config(tls).splitlines() if tls else []
+    return "\n".join([_PINGS.rstrip(), "leafnodes {", *(f"  {line}" for line in lines), "}"]) + "\n"
 
 
 def site_config(url: str, runs: Sequence[str], account: str, *, ca: str = "") -> str:
