@@ -1,5 +1,8 @@
 """What a service says of itself to probes: /healthz (alive), /readyz (ready, or why not) and /metrics.
 
+/readyz is for whoever sends work: 200 where there is a replica to send it to. A standby answers it with 503, though it does just
+what it should. Whoever asks whether anything is wrong asks /readyz?standbyok=true, which is 200 there too.
+
 Beyond loopback a bearer token is needed; where one is configured it's always asked for.
 """
 
@@ -34,12 +37,17 @@ class Health:
     is_ready: bool = False
     reason: str = "starting"
     alive: bool = True
+    stands_by: bool = False
+    """Not ready because another replica is: it waits to take over, and can."""
 
     def ready(self, reason: str = "") -> None:
-        self.is_ready, self.reason = True, reason
+        self.is_ready, self.reason, self.stands_by = True, reason, False
 
     def not_ready(self, reason: str) -> None:
-        self.is_ready, self.reason = False, reason
+        self.is_ready, self.reason, self.stands_by = False, reason, False
+
+    def stand_by(self, reason: str) -> None:
+        self.is_ready, self.reason, self.stands_by = False, reason, True
 
 
 class HealthServer:
@@ -95,7 +103,8 @@ class HealthServer:
     async def _readyz(self, request: Request) -> Response:
         health = self._health
         answer = {"ready": health.is_ready, "reason": health.reason}
-        return self._refusal(request) or JSONResponse(answer, 200 if health.is_ready else 503)
+        well = health.is_ready or (health.stands_by and request.query_params.get("standbyok") == "true")
+        return self._refusal(request) or JSONResponse(answer, 200 if well else 503)
 
     async def _metrics_page(self, request: Request) -> Response:
         return self._refusal(request) or Response(self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})

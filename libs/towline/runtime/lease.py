@@ -44,17 +44,17 @@ class Lease:
         self._count = 0
         self._revision: int | None = None
 
-    async def acquire(self, on_standby: Callable[[str], None]) -> None:
-        """Wait until the lease is held. `on_standby(reason)` is called for each look that finds it in other hands."""
+    async def acquire(self, on_standby: Callable[[str], None], on_silence: Callable[[str], None]) -> None:
+        """Wait until the lease is held. For each look `on_standby(reason)` is called where it's in other hands, and
+        `on_silence(reason)` where the bus didn't say: then this process could not take over."""
         while True:
             try:
                 holder = await self._try()
-                reason = f"standby: {self.name} is held by {holder}"
+                if self._revision is not None:
+                    return
+                on_standby(f"standby: {self.name} is held by {holder}")
             except UnavailableError as error:
-                holder, reason = "", f"standby: {error.message}"
-            if self._revision is not None:
-                return
-            on_standby(reason)
+                on_silence(f"standby: {error.message}")
             await asyncio.sleep(STANDBY_POLL_SECONDS)
 
     async def keep(self) -> None:

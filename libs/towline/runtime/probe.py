@@ -1,5 +1,7 @@
 """`python -m towline.runtime.probe [PATH]`: asks the service beside it in its container for PATH (/readyz), for a health check.
 
+`/readyz?standbyok=true` is well on a standby too (health.py).
+
 Exit status 0 where the answer is 200; else 1, and one line says why. Port and token come from the service's own environment,
 TOWLINE_SERVICE__PORT and TOWLINE_SERVICE__TOKEN_FILE or __TOKEN. It's asked often, so it imports the standard library alone.
 """

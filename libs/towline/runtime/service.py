@@ -226,7 +226,7 @@ class _Life:
             yield None
             return
         lease = Lease(service.bus, service.lease, f"{service.name}.{service.replica}")
-        acquiring = asyncio.create_task(lease.acquire(service.health.not_ready))
+        acquiring = asyncio.create_task(lease.acquire(service.health.stand_by, service.health.not_ready))
         if not await self._until_stopped(acquiring):
             await _cancelled(acquiring)
             yield None

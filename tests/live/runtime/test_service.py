@@ -216,6 +216,7 @@ async def test_a_lease_goes_to_the_standby_when_its_holder_stops(probes: Probes,
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{status['port']}", timeout=5.0) as client:
         assert (await client.get("/healthz")).status_code == 200
         assert (await client.get("/readyz")).status_code == 503
+        assert (await client.get("/readyz?standbyok=true")).status_code == 200
         first.process.terminate()
         assert await first.ended() == 0
 

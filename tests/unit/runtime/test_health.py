@@ -49,7 +49,13 @@ async def test_readiness_follows_the_services_word(server: tuple[HealthServer, H
         assert (starting.status_code, starting.json()) == (503, {"ready": False, "reason": "starting"})
         health.ready("bus_full")
         assert (await client.get("/readyz")).json() == {"ready": True, "reason": "bus_full"}
+        health.stand_by("standby: pen is held by probe.a")
+        assert (await client.get("/readyz")).status_code == 503
+        for path, code in (("/readyz?standbyok=true", 200), ("/readyz?standbyok=false", 503), ("/readyz?standbyok", 503)):
+            answer = await client.get(path)
+            assert (answer.status_code, answer.json()) == (code, {"ready": False, "reason": "standby: pen is held by probe.a"})
         health.not_ready("no_checkpoint")
+        assert (await client.get("/readyz?standbyok=true")).status_code == 503
         assert (await client.get("/readyz")).status_code == 503
         assert (await client.get("/healthz")).status_code == 200
         health.alive = False

@@ -35,6 +35,9 @@ async def test_a_probe_tells_ready_from_not_ready_and_from_gone(token_file: Path
     health.not_ready("no version yet")
     assert "no version yet" in await asked()
     assert await asked("/healthz") == ""
+    health.stand_by("standby: pen is held by probe.a")
+    assert "standby" in await asked()
+    assert await asked("/readyz?standbyok=true") == ""
     health.ready()
     assert await asked() == ""
     assert await asked(TOWLINE_SERVICE__TOKEN_FILE="", TOWLINE_SERVICE__TOKEN="a-token-in-a-file") == ""
