@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from towline.config import Settings
@@ -20,11 +21,25 @@ def look_at_settings(settings: Settings, directory: Path) -> Iterator[Finding]:
         "code", f"{named} and what else is named can be imported", lambda: check(settings, RunDirectory(directory), model=False)
     )
     yield from _model(settings)
-    yield _one("engine", f"{settings.rollout.engine}, {settings.rollout.slots} slots", lambda: make_engine(settings.rollout))
-    if settings.rollout.device.startswith("cuda") or settings.trainer.device.startswith("cuda"):
-        yield _cuda()
+    on_gpu = settings.rollout.device.startswith("cuda") or settings.trainer.device.startswith("cuda")
+    needs_torch = on_gpu or settings.rollout.engine == "torch"
+    if needs_torch and find_spec("torch") is None and _apart(settings, directory):
+        yield warning(
+            "engine",
+            f"torch isn't installed here, so {settings.rollout.engine} wasn't looked at; only trainer and workers need it",
+            "nothing, where those run elsewhere; else pip install 'towline[torch]'",
+        )
+    else:
+        yield _one("engine", f"{settings.rollout.engine}, {settings.rollout.slots} slots", lambda: make_engine(settings.rollout))
+        if on_gpu:
+            yield _cuda()
     if settings.buffer.max_staleness == 0 and settings.rollout.replicas > 1:
         yield ok("settings", "max_staleness = 0: workers and trainer take turns; a bound of 1 or 2 lets them work at once")
+
+
+def _apart(settings: Settings, directory: Path) -> bool:
+    """Whether the run's services may be on other machines than this one: it wasn't started here, and its servers weren't."""
+    return bool(settings.bus.url and settings.store.url) and not RunDirectory(directory).exists
 
 
 def _one(part: str, good: str, look: Callable[[], object]) -> Finding:

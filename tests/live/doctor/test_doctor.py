@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from live.store.models import begun
 from support.bundles import towline
@@ -116,6 +120,31 @@ def test_the_command_names_faults_and_exits_1(tmp_path):
     assert "FAULT   code:" in bad.stdout
     assert "has no 'rewrad'" in bad.stdout
     assert "-> " in bad.stdout
+
+
+NO_TORCH = """
+import json, sys
+from pathlib import Path
+sys.modules["torch"] = None  # as where it isn't installed
+from towline.doctor.settings import look_at_settings
+from towline.local.run_directory import find_run
+directory, settings = find_run(sys.argv[1])
+print(json.dumps([finding.plain() for finding in look_at_settings(settings, directory.path)]))
+"""
+
+
+@pytest.mark.parametrize(("apart", "state"), [(True, "warning"), (False, "fault")], ids=["apart", "here"])
+def test_without_torch_a_machine_can_look_at_a_run_whose_services_are_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: bool, state: str
+) -> None:
+    if apart:
+        monkeypatch.setenv("TOWLINE_BUS__URL", "nats://elsewhere:4222")
+        monkeypatch.setenv("TOWLINE_STORE__URL", "s3://bucket/runs")
+    done = subprocess.run([sys.executable, "-c", NO_TORCH, DEMO], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    findings = {finding["part"]: finding for finding in json.loads(done.stdout)}
+    assert findings["engine"]["state"] == state
+    assert "torch" in findings["engine"]["what"]
+    assert {findings[part]["state"] for part in ("code", "model")} == {"ok"}
 
 
 def test_without_a_run_the_machine_is_looked_at(tmp_path):
