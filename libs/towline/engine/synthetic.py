@@ -29,9 +29,13 @@ from towline.engine.base import (
     Progress,
     token_budget,
 )
+from towline.engine.recording import read_recording
 from towline.engine.sampling import seed_word, uniforms
 from towline.errors import EngineError
 
+IDLE_SEED = (1 << 63) - (1 << 20)
+"""A request with one of the last million seeds is idle: after `idle_after_tokens` it says nothing more until it's aborted. By
+chance such a seed comes once in 10^13."""
 _TICK_SECONDS = 0.002
 """What falls due within so long is done together."""
 
@@ -40,6 +44,8 @@ _TICK_SECONDS = 0.002
 class _Running:
     request: GenerateRequest
     length: int
+    speed: float
+    """Tokens a second that it may have."""
     fails_at: int | None
     future: asyncio.Future[Generation]
     enqueued: float
@@ -48,6 +54,8 @@ class _Running:
     done: float = 0.0
     """Tokens so far; fractions carry over between ticks."""
     stopped: bool = False
+    still_at: float = math.inf
+    """So many tokens, and no more while it runs."""
     cuts: list[VersionSpan] = field(default_factory=list)
 
 
@@ -60,6 +68,11 @@ class SyntheticEngine:
     `transient_failure_rate` of the calls does so once. Each running sequence gets `tokens_per_second`, at most
     `total_tokens_per_second` in all; 0 means no limit. At most `room` run at a time (0: as many as there are slots), as where a
     KV cache is full; the others wait in the engine's queue. A replica named in `slow` takes that many times as long for all.
+
+    `recorded`: a file of `towline loadtest record`, whose turns, speeds, ends and failures (of calls, not of samples) stand
+    instead of `mean_tokens`, `sigma`, `lengths`, `tokens_per_second` and `transient_failure_rate`: those of the sample that a
+    prompt's mark names, else of one by the request's seed.
+
     Digest and probe are None: there are no weights, so an ack of this engine proves the files alone.
     """
 
@@ -81,9 +94,15 @@ class SyntheticEngine:
         pause_seconds: float = 0.0,
         room: int = 0,
         slow: Mapping[str, float] | None = None,
+        recorded: str = "",
+        idle_after_tokens: int = 32,
         replica: str = "",
     ) -> None:
-        factor = (slow or {}).get(replica, 1.0)
+        factor = self._factor = (slow or {}).get(replica, 1.0)
+        self._recording = read_recording(recorded) if recorded else None
+        if self._recording is not None:
+            transient_failure_rate = self._recording.failed_share(environment=False)
+        self._idle_after = idle_after_tokens
         self.slots, self.max_context = slots, max_context_tokens
         self._room = room or slots
         self._vocabulary, self._mean, self._sigma, self._lengths = vocabulary, mean_tokens, sigma, tuple(lengths)
@@ -119,14 +138,16 @@ class SyntheticEngine:
     async def generate(self, request: GenerateRequest) -> Generation:
         self.health()
         budget = token_budget(request, vocabulary=self._vocabulary, max_context=self.max_context)
-        wanted, fails_at = self._turn(request.seed, request.position0)
+        wanted, fails_at, ends, speed = self._turn(request)
         if self._chance.random() < self._transient_rate:
             fails_at = self._chance.randrange(min(wanted, budget))
         running = _Running(
-            request, min(wanted, budget), fails_at, asyncio.get_running_loop().create_future(), time.perf_counter(),
+            request, min(wanted, budget), speed, fails_at, asyncio.get_running_loop().create_future(), time.perf_counter(),
             tell_at=math.inf if request.on_progress is None else request.progress_every,
-            stopped=wanted <= budget and bool(request.sampling.stop_token_ids),
+            stopped=ends and wanted <= budget and bool(request.sampling.stop_token_ids),
         )  # fmt: skip
+        if request.seed >= IDLE_SEED:
+            running.length, running.still_at, running.fails_at = budget, min(self._idle_after, budget - 0.5), None
         self._waiting[request.request_id] = running
         self._wake.set()
         try:
@@ -171,9 +192,12 @@ class SyntheticEngine:
         if self._ticker is None or self._ticker.done():
             raise EngineError("the synthetic engine isn't running; start one", code="engine_stopped")
 
-    def _turn(self, seed: int, position0: int) -> tuple[int, int | None]:
-        """How many tokens are left of the turn that the sample is in at `position0`, and after how many of them it fails."""
-        number, begins = 0, 0
+    def _turn(self, request: GenerateRequest) -> tuple[int, int | None, bool, float]:
+        """How many tokens are left of the turn that the sample is in at `position0`, after how many of them it fails, whether it
+        ends by itself, and its tokens a second."""
+        if self._recording is not None:
+            return self._recorded_turn(request)
+        seed, position0, number, begins = request.seed, request.position0, 0, 0
         while True:
             chance = random.Random(f"{seed}/{number}")
             drawn = chance.lognormvariate(math.log(self._mean) - self._sigma**2 / 2, self._sigma)
@@ -181,18 +205,30 @@ class SyntheticEngine:
             fails_at = chance.randrange(length) if chance.random() < self._failure_rate else None
             if begins + length > position0:
                 done = position0 - begins
-                return length - done, None if fails_at is None or fails_at < done else fails_at - done
+                left = None if fails_at is None or fails_at < done else fails_at - done
+                return length - done, left, True, self._speed
             number, begins = number + 1, begins + length
+
+    def _recorded_turn(self, request: GenerateRequest) -> tuple[int, int | None, bool, float]:
+        assert self._recording is not None
+        sample = self._recording.asked(request.tokens, request.seed)
+        speed = sample.tokens_per_second / self._factor or self._speed
+        ends = 0
+        for turn in sample.turns:
+            ends += turn.policy
+            if ends > request.position0:
+                return ends - request.position0, None, turn is not sample.turns[-1] or sample.ends_by_itself, speed
+        return 1, None, True, speed
 
     async def _tick(self) -> None:
         while True:
             self._advance()
             self._admit()
             if self._running and not self._paused:
-                at_once = math.isinf(self._rate())
+                share = self._share()
                 for running in list(self._running.values()):
-                    if at_once:
-                        running.done = running.length
+                    if math.isinf(min(running.speed, share)):
+                        running.done = min(running.length, running.still_at)
                     if running.fails_at is not None and running.done >= running.fails_at:
                         self._finish(running, None)
                     elif running.done >= running.length:
@@ -202,17 +238,18 @@ class SyntheticEngine:
                         running.request.on_progress(self._progress(running, None))
             await self._rest()
 
-    def _rate(self) -> float:
-        """Tokens a second of each running sequence."""
-        return min(self._speed, self._total_speed / max(len(self._running), 1))
+    def _share(self) -> float:
+        """Tokens a second that each running sequence has of the engine's total."""
+        return self._total_speed / max(len(self._running), 1)
 
     def _advance(self) -> None:
         """Everybody's tokens up to now. To be called before anything changes that the rate depends on."""
         now = time.perf_counter()
-        if not self._paused and not math.isinf(rate := self._rate()):
-            share = rate * (now - self._looked_at)
+        if not self._paused:
+            share, seconds = self._share(), now - self._looked_at
             for running in self._running.values():
-                running.done = min(running.done + share, running.length)
+                if not math.isinf(rate := min(running.speed, share)):
+                    running.done = min(running.done + rate * seconds, running.length, running.still_at)
         self._looked_at = now
 
     async def _rest(self) -> None:
@@ -222,16 +259,22 @@ class SyntheticEngine:
             if not self._waiting or self._paused or self._draining:
                 await self._wake.wait()
             return
-        if math.isinf(rate := self._rate()):
+        share = self._share()
+        seconds = min(self._seconds_left(running, share) for running in self._running.values())
+        if seconds == 0.0:
             await asyncio.sleep(0)
             return
-        left = min(
-            min(running.length, running.tell_at, math.inf if running.fails_at is None else running.fails_at) - running.done
-            for running in self._running.values()
-        )
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(left / rate, _TICK_SECONDS)):
+            async with asyncio.timeout(max(seconds, _TICK_SECONDS) if math.isfinite(seconds) else None):
                 await self._wake.wait()
+
+    @staticmethod
+    def _seconds_left(running: _Running, share: float) -> float:
+        """Until it has something to say; 0 where that's at once, infinity where it stands still."""
+        due = min(running.length, running.tell_at, math.inf if running.fails_at is None else running.fails_at)
+        if running.still_at < due and running.done >= running.still_at:
+            return math.inf
+        return 0.0 if math.isinf(rate := min(running.speed, share)) else (due - running.done) / rate
 
     def _admit(self) -> None:
         if self._draining or self._paused:

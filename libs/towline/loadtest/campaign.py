@@ -13,6 +13,7 @@ from pathlib import Path
 from towline.bus.topology import RUN_NAME
 from towline.errors import UsageError
 from towline.loadtest.drive import Drive
+from towline.loadtest.gateway import GatewayClients, GatewayDrive
 from towline.loadtest.result import Result
 from towline.loadtest.scenario import Scenario
 from towline.loadtest.transport import Transport
@@ -64,6 +65,9 @@ def _sweep(scenario: Scenario) -> list[Scenario]:
 
 async def _run(scenario: Scenario, folder: Path, say: Say, keep: bool) -> Result:
     name = run_name(scenario.settings.run.name)
+    if scenario.load.kind == "gateway":
+        make = GatewayClients if scenario.load.gateway.urls else GatewayDrive
+        return await make(scenario, folder, name, say, keep=keep).run()
     if scenario.load.kind == "run":
         return await Drive(scenario, folder, name, say, keep=keep).run()
     try:

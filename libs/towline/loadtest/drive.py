@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 
@@ -47,6 +48,9 @@ Say = Callable[[str], None]
 class Drive:
     """`run` once. The folder is the run's own and must be new."""
 
+    _to_its_end: ClassVar[bool] = True
+    """A run that ends before run.steps has failed."""
+
     def __init__(self, scenario: Scenario, folder: Path, run: str, say: Say, *, keep: bool = False) -> None:
         self._scenario, self._say, self._keep = scenario, say, keep
         self._directory = RunDirectory(folder.absolute() / run)
@@ -73,6 +77,7 @@ class Drive:
                         name,
                         scenario.load.trainer.model_bytes,
                         settings.run.seed,
+                        self._model_files(),
                     )
                     write_plan(settings, scenario.load)
                     directory.save(settings, scenario.path)
@@ -85,6 +90,10 @@ class Drive:
             for part in ("nats", "s3", "replicas"):
                 await asyncio.to_thread(shutil.rmtree, directory.path / part, ignore_errors=True)
         return result
+
+    def _model_files(self) -> dict[str, bytes]:
+        """Beside the synthetic policy's weights."""
+        return {}
 
     @contextlib.asynccontextmanager
     async def _servers(self) -> AsyncIterator[Settings]:
@@ -172,7 +181,7 @@ class Drive:
         result.events = [(at - found.began_at, what) for at, what in self._events]
         if report.violations:
             result.failed.append(f"the audit found {len(report.violations)} violations; the first: {report.violations[0]}")
-        if report.depth < settings.run.steps:
+        if self._to_its_end and report.depth < settings.run.steps:
             result.failed.append(f"the run ended at depth {report.depth} of {settings.run.steps}: {report.end_reason}")
 
     # Disturbances

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
@@ -38,7 +40,7 @@ def change(tensor: npt.NDArray[np.uint8], share: float, chance: np.random.Genera
     return words.view(np.uint8)
 
 
-def seed_policy(objects: ObjectStore, run: str, nbytes: int, seed: int) -> None:
-    """Entry 0 of the run. Idempotent."""
+def seed_policy(objects: ObjectStore, run: str, nbytes: int, seed: int, files: Mapping[str, bytes] | None = None) -> None:
+    """Entry 0 of the run, with `files` beside the weights. Idempotent."""
     log = Log(objects, run)
-    seed_base_state(objects, log, weights(nbytes, seed), {"config.json": CONFIG}, "synthetic", None, None)
+    seed_base_state(objects, log, weights(nbytes, seed), {"config.json": CONFIG, **(files or {})}, "synthetic", None, None)

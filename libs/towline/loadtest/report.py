@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from towline.loadtest.figures import HOPS
+from towline.loadtest.gateway_report import gateway_section
 from towline.loadtest.result import Result
 from towline.loadtest.text import rows, value
 from towline.plots import charts
@@ -43,7 +44,9 @@ def render(results: Sequence[Result]) -> str:
         page.text(f"Not kept: {line}", bad=True)
     page.heading("In short")
     page.table(("figure", "median"), rows(results))
-    if first.kind == "run":
+    if first.kind == "gateway":
+        gateway_section(page, results)
+    elif first.kind == "run":
         _run(page, results)
     else:
         _hop(page, results)

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from towline.config import BusSettings, Settings, StoreSettings
 from towline.errors import UsageError
+from towline.loadtest.gateway_scenario import GatewayLoad
 
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
@@ -101,8 +102,9 @@ class Threshold(_Table):
 
 
 class Load(_Table):
-    kind: Literal["run", "transport"] = "run"
-    """run: a whole run; transport: one hop, worker -> bus or store -> trainer, against the bare clients."""
+    kind: Literal["run", "transport", "gateway"] = "run"
+    """run: a whole run; transport: one hop, worker -> bus or store -> trainer, against the bare clients; gateway: a run that goes
+    on while clients ask its gateways."""
     workers: Count = 8
     """Each with an engine and a connection of its own."""
     processes: Count = 2
@@ -114,7 +116,7 @@ class Load(_Table):
     warm_up_seconds: Annotated[float, Field(ge=0)] = 5.0
     """After the first batch: left out of every figure."""
     measure_seconds: Positive = 20.0
-    """transport: of each open-loop rate. A run ends by run.steps."""
+    """transport: of each open-loop rate; gateway: of each part. A run ends by run.steps."""
     most_seconds: Positive = 900.0
     """A run that takes longer fails."""
     repetitions: Count = 1
@@ -128,6 +130,7 @@ class Load(_Table):
     reward_seconds: Annotated[float, Field(ge=0)] = 0.0
     """A verifier's time for one sample."""
     trainer: TrainerLoad = TrainerLoad()
+    gateway: GatewayLoad = GatewayLoad()
     disturbances: tuple[Disturbance, ...] = ()
     payload_bytes: tuple[Count, ...] = (65536,)
     window: Count = 64

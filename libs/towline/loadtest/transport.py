@@ -10,7 +10,7 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from towline.bus.client import Bus
 from towline.bus.topology import TRAJECTORY
 from towline.config import BusSettings, StoreSettings
 from towline.errors import UnavailableError
+from towline.loadtest.clients import Plan as ClientPlan
 from towline.loadtest.ends import Plan, intended
 from towline.loadtest.result import Result, new_result
 from towline.loadtest.scenario import Scenario
@@ -37,6 +38,7 @@ KNEE_LATENCY = 10.0
 LARGE_BYTES = 4 << 20
 """Payloads over this go to the store, so the bare client beside them is the S3 client."""
 Say = Callable[[str], None]
+End = Plan | ClientPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,7 @@ class Transport:
         await self._clear(bus)
         plans = [Plan(role="consume", messages=each * senders, **shared)]
         plans += [Plan(role="produce", messages=each, profile=split, sender=number, **shared) for number in range(senders)]
-        found = await _together(self.ends, plans, START_SECONDS + load.most_seconds)
+        found = await together(self.ends, plans, START_SECONDS + load.most_seconds)
         await self._clear(bus)
         taken, sent = found[0], found[1:]
         began = min(one["began"] for one in sent)
@@ -220,7 +222,7 @@ def knee(offered: list[float], achieved: list[float], p50: list[float]) -> float
     return best
 
 
-async def _together(program: str, plans: list[Plan], seconds: float) -> list[dict[str, Any]]:
+async def together(program: str, plans: Sequence[End], seconds: float) -> list[dict[str, Any]]:
     """Start every end, let them go once all are ready, and have what they found. `UnavailableError` where one fails."""
     ends = [
         await asyncio.create_subprocess_exec(
@@ -238,7 +240,7 @@ async def _together(program: str, plans: list[Plan], seconds: float) -> list[dic
             for end, plan in zip(ends, plans, strict=True):
                 assert end.stdout is not None
                 if (await end.stdout.readline()).strip() != b"ready":
-                    raise UnavailableError(f"the {plan.system} {plan.role}r didn't start; it said why above", code="hop")
+                    raise UnavailableError(f"the {plan.system} {plan.role} end didn't start; it said why above", code="hop")
             for end in ends:
                 assert end.stdin is not None
                 end.stdin.write(b"go\n")
@@ -253,7 +255,7 @@ async def _together(program: str, plans: list[Plan], seconds: float) -> list[dic
         await asyncio.gather(*[end.wait() for end in ends])
     for line, plan in zip(lines, plans, strict=True):
         if not line:
-            raise UnavailableError(f"the {plan.system} {plan.role}r ended without a word; it said why above", code="hop")
+            raise UnavailableError(f"the {plan.system} {plan.role} end ended without a word; it said why above", code="hop")
     return [json.loads(line) for line in lines]
 
 
