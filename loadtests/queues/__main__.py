@@ -1,87 +1,68 @@
 """Towline's hop beside other systems' queues: python -m loadtests.queues [FOLDER]; prints a row of Markdown for each.
 
-Needs `pip install -r loadtests/queues/requirements.txt` and a redis-server on PATH (Debian: apt install redis-server). What a
-kill -9 of the server leaves: Towline and NATS what was acknowledged; Redis, with its log written before each answer
-(appendonly), the same; ZMQ has no server and keeps nothing. After a power loss Redis lacks up to a second (appendfsync
-everysec), NATS up to two minutes, unless sync_interval is `always` or three servers hold it.
+Needs `pip install -r loadtests/queues/requirements.txt` and a redis-server on PATH (Debian: apt install redis-server);
+`--systems redis,zmq` leaves the others out. What a kill -9 leaves of each is shown by `python -m loadtests.queues.crash`.
 """
 
 from __future__ import annotations
 
-import asyncio
+import argparse
 import os
 import secrets
 import shutil
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
-import redis.asyncio
 import uvloop
-from redis.asyncio.retry import Retry
-from redis.backoff import ConstantBackoff
+from loadtests.queues.ends import OTHERS
+from loadtests.queues.holders import held
 
 from towline.config import BusSettings, StoreSettings
-from towline.errors import MissingError
-from towline.loadtest.scenario import load_scenario
-from towline.loadtest.transport import Transport
+from towline.loadtest.scenario import Scenario, load_scenario
+from towline.loadtest.transport import Measured, Say, Transport
 
-SYSTEMS = ("towline", "nats", "redis", "zmq")
+OURS = ("towline", "nats")
 SCENARIO = Path(__file__).with_name("queues.toml")
-PATIENT = Retry(ConstantBackoff(0.05), 200)
-"""Ten seconds for the server to start."""
 
 
 class Queues(Transport):
-    """The closed loop over four systems."""
+    """The closed loop over several systems; nats-server runs all the time, each other's server while it's measured."""
 
     ends = "loadtests.queues.ends"
 
+    def __init__(self, scenario: Scenario, folder: Path, run: str, say: Say, others: tuple[str, ...] = tuple(OTHERS)) -> None:
+        super().__init__(scenario, folder, run, say)
+        self._others = others
+
     def systems(self, size: int) -> tuple[str, ...]:
-        return SYSTEMS
+        return (*OURS, *self._others)
 
-    @asynccontextmanager
-    async def _served(self) -> AsyncIterator[tuple[BusSettings, StoreSettings]]:
-        folder = self._folder.absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        os.environ["QUEUES_ZMQ"] = f"ipc://{folder}/zmq"
-        os.environ["QUEUES_REDIS"] = f"unix://{folder}/redis"
-        program = shutil.which("redis-server")
-        if program is None:
-            raise MissingError("no redis-server on PATH: apt install redis-server, or correct PATH", code="redis_server")
-        server = await asyncio.create_subprocess_exec(
-            program, "--port", "0", "--unixsocket", f"{folder}/redis", "--dir", str(folder), "--appendonly", "yes",
-            "--appendfsync", "everysec", "--save", "", "--auto-aof-rewrite-percentage", "0", stdout=asyncio.subprocess.DEVNULL,
-        )  # fmt: skip
-        try:
-            async with redis.asyncio.from_url(os.environ["QUEUES_REDIS"], retry=PATIENT) as client:
-                await client.ping()
-            async with super()._served() as served:
-                yield served
-        finally:
-            server.terminate()
-            await server.wait()
-
-    async def _clear(self, settings: BusSettings) -> None:
-        await super()._clear(settings)
-        async with redis.asyncio.from_url(os.environ["QUEUES_REDIS"]) as client:
-            await client.delete("queue")
+    async def _measure(
+        self, system: str, size: int, messages: int, profile: list[tuple[float, float]], bus: BusSettings, store: StoreSettings
+    ) -> Measured:
+        async with held(system):
+            return await super()._measure(system, size, messages, profile, bus, store)
 
 
-async def main(folder: Path) -> None:
+async def main(folder: Path, others: tuple[str, ...]) -> None:
     scenario = load_scenario(SCENARIO)
     run = f"queues-{secrets.token_hex(3)}"
+    queues = Queues(scenario, folder, run, lambda line: print(line, file=sys.stderr, flush=True), others)
+    print(f"load average before: {os.getloadavg()[0]:.1f}", file=sys.stderr)
     try:
-        result = await Queues(scenario, folder, run, lambda line: print(line, file=sys.stderr, flush=True)).run()
+        result = await queues.run()
     finally:
         shutil.rmtree(folder / run, ignore_errors=True)
     for size in scenario.load.payload_bytes:
-        for name in SYSTEMS:
+        for name in queues.systems(size):
             rate = result.metrics[f"{name}.{size}.messages_per_second"]
             cpu = result.metrics[f"{name}.{size}.cpu_seconds_per_message"]
             print(f"| {size >> 10} KiB | {name} | {rate:,.0f} | {cpu * 1e6:.0f} us |")
 
 
 if __name__ == "__main__":
-    uvloop.run(main(Path(sys.argv[1] if len(sys.argv) > 1 else "/tmp")))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("/tmp"), help="where the servers' files are put")
+    parser.add_argument("--systems", default=",".join(OTHERS), help="beside Towline and nats-py")
+    given = parser.parse_args()
+    uvloop.run(main(given.folder, tuple(filter(None, given.systems.split(",")))))
