@@ -17,9 +17,16 @@ TERMINATED = 128 + 15
 
 
 def loadtest(
-    what: Annotated[list[str], typer.Argument(metavar="SCENARIO | compare A B", help="A scenario's TOML file; or two results.")],
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SCENARIO | compare A B | record RUN",
+            help="A scenario's TOML file; two results; a run or a bundle.",
+        ),
+    ],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Folder for results and report; a new one in runs/.")
+        Path | None,
+        typer.Option("-o", "--output", "--out", help="Folder of results and report (a new one in runs/); record: a file."),
     ] = None,
     repeat: Annotated[int | None, typer.Option(min=1, help="Instead of load.repetitions.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting.")] = None,
@@ -29,19 +36,24 @@ def loadtest(
     """Load the real services with synthetic engines, and say what they hold; a threshold that isn't kept is exit status 1.
 
     Writes one JSON file a run and report.html. `compare A B` (results, or folders of them) says what changed beyond noise.
+    `record RUN --out FILE` writes a run's lengths, turns, speeds and failures for load.lengths_from.
     """
     if what[0] == "compare":
         _compare(what[1:], as_json)
         return
+    if what[0] == "record":
+        _record(what[1:], output)
+        return
     if len(what) != 1:
         raise UsageError("give one scenario: towline loadtest loadtests/throughput.toml", code="scenario")
+    from towline.cli.recording import scenario_of
     from towline.cli.runs import _overrides
     from towline.loadtest.campaign import conduct
     from towline.loadtest.report import write_report
-    from towline.loadtest.scenario import load_scenario
 
-    scenario = load_scenario(Path(what[0]), _overrides(settings or []))
-    folder = output or Path(scenario.settings.run.directory) / f"loadtest-{scenario.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, changes = Path(what[0]), _overrides(settings or [])
+    folder = output or Path("runs") / f"loadtest-{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    scenario = scenario_of(path, changes, folder)
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -61,6 +73,17 @@ def loadtest(
         print(report or folder)
     if campaign.failed:
         raise TowlineError(f"{len(campaign.failed)} not kept: {'; '.join(campaign.failed)}", code="loadtest_failed")
+
+
+def _record(targets: list[str], output: Path | None) -> None:
+    if len(targets) != 1 or output is None:
+        raise UsageError("give a run, a bundle or its trajectories, and --out FILE", code="record")
+    from towline.cli.recording import recording_of
+    from towline.loadtest.record import write_recording
+
+    found = recording_of(targets[0])
+    write_recording(found, output)
+    print(f"{found.samples:,} samples, {len(found.groups):,} groups, {sum(found.failures.values()):,} failed attempts: {output}")
 
 
 def _compare(paths: list[str], as_json: bool) -> None:

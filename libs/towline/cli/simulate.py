@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +29,8 @@ def simulate(
 ) -> None:
     """Simulate hours of a run in seconds: any number of workers, links, failures; the same file as the run's.
 
-    Lengths and speeds are the synthetic engine's ([rollout] arguments); hops' times are the table [simulate].
+    Lengths and speeds are the synthetic engine's ([rollout] arguments), or a recorded run's (load.lengths_from); hops' times are
+    the table [simulate].
     """
     try:
         from towline.simulate.outcome import calibrated, check
@@ -37,16 +39,17 @@ def simulate(
         if error.name != "simpy":
             raise
         raise UsageError("towline simulate needs simpy: pip install 'towline[simulate]'", code="simpy_missing") from None
+    from towline.cli.recording import scenario_of
     from towline.cli.runs import _overrides
     from towline.loadtest.result import read_result
-    from towline.loadtest.scenario import load_scenario
     from towline.loadtest.text import rows
 
-    scenario = load_scenario(toml, _overrides(settings or []))
-    if calibrate is not None:
-        model = calibrated(read_result(calibrate)).model_copy(update={"links": scenario.simulate.links})
-        scenario = scenario.model_copy(update={"simulate": model})
-    result = run(scenario, seed=seed, until=until)
+    with tempfile.TemporaryDirectory(prefix="towline-simulate-") as scratch:
+        scenario = scenario_of(toml, _overrides(settings or []), Path(scratch))
+        if calibrate is not None:
+            model = calibrated(read_result(calibrate)).model_copy(update={"links": scenario.simulate.links})
+            scenario = scenario.model_copy(update={"simulate": model})
+        result = run(scenario, seed=seed, until=until)
     if output is not None:
         result.write(output)
     checks = check(result.metrics, read_result(against).metrics) if against is not None else []

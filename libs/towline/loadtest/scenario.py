@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from towline.config import BusSettings, Settings, StoreSettings
+from towline.engine.recording import MARK_TOKENS, read_recording
 from towline.errors import UsageError
 from towline.loadtest.gateway_scenario import GatewayLoad
 
@@ -120,6 +122,9 @@ class Load(_Table):
     most_seconds: Positive = 900.0
     """A run that takes longer fails."""
     repetitions: Count = 1
+    lengths_from: str = ""
+    """A recording (`towline loadtest record`), a run, a bundle or a file of `towline replay --to`: the samples' lengths, turns,
+    tools, speeds, ends and failures are drawn from it, a group at a time."""
     prompt_tokens: Count = 64
     prompts: Count = 10_000
     agent_turns: Annotated[float, Field(ge=0)] = 0.0
@@ -175,20 +180,9 @@ def load_scenario(path: Path, overrides: Mapping[str, Any] | None = None) -> Sce
 
     A run's own TOML file is a scenario as well: with every default of `[load]`. `UsageError` has one line a fault.
     """
-    try:
-        tree = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file; loadtests/ has scenarios", code="config_missing") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise UsageError(f"{path}: {error}", code="config_syntax") from None
-    for dotted, value in (overrides or {}).items():
-        *tables, key = dotted.split(".")
-        at = tree
-        for table in tables:
-            at = at.setdefault(table, {})
-            if not isinstance(at, dict):
-                raise UsageError(f"--set {dotted}: {table} is no table", code="override")
-        at[key] = value
+    tree = _tree(path, overrides)
+    if (lengths := lengths_target(path, overrides)) is not None:
+        _record(tree, path, lengths)
     load, simulate = tree.pop("load", {}), tree.pop("simulate", {})
     tree.setdefault("run", {}).setdefault("name", path.stem)
     for section, defaults in _DEFAULTS.items():
@@ -205,9 +199,72 @@ def load_scenario(path: Path, overrides: Mapping[str, Any] | None = None) -> Sce
     return Scenario(name=path.stem, path=path, settings=settings, load=made, simulate=model)
 
 
+@dataclass(frozen=True, slots=True)
+class LengthsTarget:
+    """What load.lengths_from names: `made` where it's a recording already, else a run, a bundle or a file of trajectories."""
+
+    where: str
+    made: bool
+
+
+def lengths_target(path: Path, overrides: Mapping[str, Any] | None = None) -> LengthsTarget | None:
+    """None where the scenario names nothing. A path counts from the scenario's folder, else from here."""
+    named = _tree(path, overrides).get("load", {}).get("lengths_from", "")
+    if not isinstance(named, str) or not named:
+        return None
+    beside = path.parent / named
+    where = beside if beside.exists() else Path(named)
+    made = where.is_file() and where.read_bytes()[:64].lstrip().startswith(b'{"kind":"towline-recording"')
+    return LengthsTarget(str(where.absolute()) if where.exists() else named, made)
+
+
+def _record(tree: dict[str, Any], path: Path, lengths: LengthsTarget) -> None:
+    """The engine's, and the limits that none of the recorded samples is over, where the scenario says nothing of them."""
+    if not lengths.made:
+        raise UsageError(
+            f"{path}: load.lengths_from = {lengths.where!r} is no recording; `towline loadtest record RUN --out FILE` makes one",
+            code="recording",
+        )
+    recording = read_recording(lengths.where)
+    samples = [sample for group in recording.groups for sample in group]
+    rollout, sampling = tree.setdefault("rollout", {}), tree.setdefault("sampling", {})
+    if rollout.get("engine", "synthetic") != "synthetic":
+        raise UsageError(
+            f"{path}: load.lengths_from is for rollout.engine = 'synthetic'; leave rollout.engine out", code="recording"
+        )
+    rollout["arguments"] = {**rollout.get("arguments", {}), "recorded": lengths.where}
+    sampling.setdefault("max_tokens", max(sample.policy_tokens for sample in samples) + 1)
+    whole = max(sample.prompt + sum(turn.policy + turn.environment for turn in sample.turns) for sample in samples)
+    rollout.setdefault("max_context_tokens", whole + MARK_TOKENS + 1)
+
+
+def _tree(path: Path, overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    try:
+        tree = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file; loadtests/ has scenarios", code="config_missing") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise UsageError(f"{path}: {error}", code="config_syntax") from None
+    for dotted, value in (overrides or {}).items():
+        *tables, key = dotted.split(".")
+        at = tree
+        for table in tables:
+            at = at.setdefault(table, {})
+            if not isinstance(at, dict):
+                raise UsageError(f"--set {dotted}: {table} is no table", code="override")
+        at[key] = value
+    return tree
+
+
 def _with_task(tree: dict[str, Any], load: Load) -> dict[str, Any]:
     """The synthetic task's arguments, where the scenario names no task of its own."""
     prompts, reward = tree["prompts"], tree["reward"]
+    if recorded := tree["rollout"].get("arguments", {}).get("recorded"):
+        prompts.setdefault("environment", f"{TASK}:RecordedAgent")
+        prompts.setdefault("environment_arguments", {"recorded": recorded})
+        if prompts["source"] == f"{TASK}:prompts":
+            prompts["source"] = f"{TASK}:recorded_prompts"
+            prompts.setdefault("arguments", {"recorded": recorded, "rows": load.prompts})
     if prompts["source"] == f"{TASK}:prompts":
         prompts.setdefault("arguments", {"tokens": load.prompt_tokens, "rows": load.prompts})
         if load.agent_turns:

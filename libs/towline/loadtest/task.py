@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 from towline.contract.task import Task
+from towline.engine.recording import MARK_TOKENS, marked, read_recording
 from towline.environment.base import Step
 from towline.environment.prompts import Shuffled
 from towline.verifiers.base import Sample
@@ -23,6 +24,50 @@ def prompts(tokenizer: Any, seed: int, tokens: int = 64, rows: int = 10_000) -> 
         return [chance.randrange(1, VOCABULARY) for _ in range(tokens)], {"row": row}
 
     return Shuffled("synthetic", rows, make, seed=seed)
+
+
+def recorded_prompts(tokenizer: Any, seed: int, recorded: str, rows: int = 10_000) -> Shuffled:
+    """Prompts as long as those of the recorded groups, one of which stands for each row."""
+    recording = read_recording(recorded)
+
+    def make(row: int) -> tuple[list[int], dict[str, Any]]:
+        chance = random.Random(f"{seed}/{row}")
+        group = recording.group_of(chance)
+        tokens = max(recording.groups[group][0].prompt, MARK_TOKENS)
+        return [chance.randrange(1, VOCABULARY) for _ in range(tokens)], {"row": row, "recorded": group}
+
+    return Shuffled("recorded", rows, make, seed=seed)
+
+
+class RecordedAgent:
+    """A recorded sample's turns and tools. Which one: the prompt's group, and of it as many as the task's group has, none twice
+    while there are others. Its prompt begins with a mark, by which the synthetic engine knows it too."""
+
+    def __init__(self, *, recorded: str) -> None:
+        self._recording = read_recording(recorded)
+        self._fails = self._recording.failed_share(environment=True)
+        self._turn = 0
+
+    def reset(self, task: Task) -> list[int]:
+        recording, chance = self._recording, random.Random(f"recorded/{task.run}/{task.group}")
+        group = int(task.reference.get("recorded", -1))
+        if not 0 <= group < len(recording.groups):
+            group = recording.group_of(chance)
+        place = recording.places(group, task.group_size, chance)[task.sample]
+        self._sample, self._turn = recording.groups[group][place], 0
+        self._chance = random.Random(f"agent/{task.seed}/{task.attempt}")
+        return marked(task.prompt_tokens.tolist(), group, place)
+
+    async def step(self, tokens: list[int], finish: str) -> Step:
+        sample, turn = self._sample, self._turn
+        self._turn += 1
+        if self._chance.random() < self._fails / len(sample.turns):
+            raise RuntimeError("a failure of the environment, as often as the recorded run had them")
+        if finish == "length" or self._turn >= len(sample.turns):
+            return Step(done=True, limit_reached=sample.finish == "tool_limit")
+        await asyncio.sleep(sample.tool_seconds / (len(sample.turns) - 1))
+        answer = [self._chance.randrange(1, VOCABULARY) for _ in range(max(sample.turns[turn].environment, 1))]
+        return Step(tokens=answer, kind="tool", done=False)
 
 
 class Agent:

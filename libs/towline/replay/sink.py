@@ -90,7 +90,8 @@ def whole(item: Selected) -> dict[str, Any]:
             "version_spans": [[s.start, s.end, s.version, s.cut] for s in t.version_spans],
             "segments": [[s.start, s.end, s.kind] for s in t.segments], "finish": t.finish,
             "temperature": t.sampling.temperature, "seed": t.seed, "engine": t.engine, "replica": t.replica,
-            "pulled_at": t.timings.pulled_at, "finished_at": t.timings.finished_at,
+            "pulled_at": t.timings.pulled_at, "finished_at": t.timings.finished_at, "queue_seconds": t.timings.queue_seconds,
+            "generate_seconds": t.timings.generate_seconds,
         }  # fmt: skip
     if score is not None:
         row |= {"reward": score.reward, "components": score.components, "verifier": score.verifier}

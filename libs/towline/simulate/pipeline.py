@@ -19,7 +19,7 @@ from typing import Any
 import simpy
 
 from towline.loadtest.scenario import Link, Scenario
-from towline.simulate.lengths import Lengths, lengths_of
+from towline.simulate.lengths import Drawn, Lengths, lengths_of
 
 Process = Generator[simpy.Event, Any, None]
 UNKNOWN = 1 << 60
@@ -40,8 +40,7 @@ class Group:
 @dataclass(slots=True, eq=False)
 class Sample:
     group: Group
-    tokens: int
-    tool_seconds: float
+    drawn: Drawn
     not_before_depth: int
 
 
@@ -147,9 +146,9 @@ class Pipeline:
             not_before = max(0, self.depth + waiting // self._insert - self._bound)
             group = self._open[self._number] = Group(self._number, self._group_size)
             self._number += 1
-            for _ in range(self._group_size):
+            for drawn in self._lengths.group(self._group_size, self._chance):
                 self.seen.admitted.append(self.env.now)
-                self._tasks.append(Sample(group, *self._lengths.draw(self._chance), not_before))
+                self._tasks.append(Sample(group, drawn, not_before))
         self.seen.most_open = max(self.seen.most_open, len(self._open) + self._batched)
         self._assign()
 
@@ -218,7 +217,7 @@ class Pipeline:
                 yield host.changed
             least = host.depth
             host.running[process] = (sample, least)
-            seconds = self._lengths.seconds(sample.tokens, self._slots) + sample.tool_seconds
+            seconds = self._lengths.seconds(sample.drawn, self._slots)
             fails = self._chance.random() < self._lengths.failure_rate
             yield env.timeout(seconds * (self._chance.random() if fails else 1.0))
             why = "failed" if fails else ""
@@ -248,11 +247,11 @@ class Pipeline:
         if model.scores_per_second:
             self._reward_free_at = max(self._reward_free_at, env.now) + 1 / model.scores_per_second
             yield env.timeout(self._reward_free_at - env.now)
-        self.seen.samples.append((env.now, sample.tokens))
+        self.seen.samples.append((env.now, sample.drawn.tokens))
         if group.dropped:
             return
         group.left -= 1
-        group.tokens += sample.tokens
+        group.tokens += sample.drawn.tokens
         if least < group.least_depth:
             self._by_depth.get(group.least_depth, {}).pop(group.number, None)
             group.least_depth = least
