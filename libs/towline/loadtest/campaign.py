@@ -55,12 +55,17 @@ def _make(folder: Path) -> None:
 
 
 def _sweep(scenario: Scenario) -> list[Scenario]:
-    if not scenario.load.sweep:
-        return [scenario]
-    return [
-        scenario.model_copy(update={"load": scenario.load.model_copy(update={"workers": workers, "sweep": ()})})
-        for workers in scenario.load.sweep
-    ]
+    """A scenario for each number of workers. Batches grow with them, so that every run takes as many steps in about as much time:
+    the rate of steps and versions stays what it is, and what is seen is the fleet's."""
+    return [_with_workers(scenario, workers) for workers in scenario.load.sweep] or [scenario]
+
+
+def _with_workers(scenario: Scenario, workers: int) -> Scenario:
+    buffer, least = scenario.settings.buffer, min(scenario.load.sweep)
+    groups = buffer.groups_per_batch * workers // least
+    settings = scenario.settings.model_copy(update={"buffer": buffer.model_copy(update={"groups_per_batch": groups})})
+    load = scenario.load.model_copy(update={"workers": workers, "sweep": ()})
+    return scenario.model_copy(update={"load": load, "settings": settings})
 
 
 async def _run(scenario: Scenario, folder: Path, say: Say, keep: bool) -> Result:

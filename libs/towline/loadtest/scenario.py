@@ -148,7 +148,8 @@ class Load(_Table):
     rounds: Count = 3
     """transport: closed-loop measurements, in turn with the bare clients'."""
     sweep: tuple[Count, ...] = ()
-    """run: numbers of workers, a run each, for throughput against workers."""
+    """run: numbers of workers, a run each, for throughput against workers. buffer.groups_per_batch is the least number's and
+    grows with them."""
     messages: Count = 4000
     """transport: of a closed-loop round."""
     thresholds: dict[str, Threshold] = {}

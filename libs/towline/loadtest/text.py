@@ -48,6 +48,17 @@ def value(results: Sequence[Result], name: str) -> float | None:
     return float(np.median(found)) if found else None
 
 
+def numbers_of_workers(results: Sequence[Result]) -> list[int]:
+    """Each once, from the least."""
+    return sorted({int(result.load["workers"]) for result in results})
+
+
+def largest(results: Sequence[Result]) -> list[Result]:
+    """The runs with the most workers: figures of different fleets have no median."""
+    most = numbers_of_workers(results)[-1]
+    return [result for result in results if int(result.load["workers"]) == most]
+
+
 def rows(results: Sequence[Result]) -> list[tuple[str, float]]:
     """What a reader asks for first, then what a transport test has."""
     found = [(label, got * scale) for name, label, scale in ASKED if (got := value(results, name)) is not None]
@@ -62,7 +73,14 @@ def rows(results: Sequence[Result]) -> list[tuple[str, float]]:
 def summary(results: Sequence[Result]) -> list[str]:
     first = results[0]
     lines = [f"{first.scenario} at {first.commit}, {first.machine['cpu']}, {first.machine['cores']} cores"]
-    lines += [f"  {label:<46} {number:,.4g}" for label, number in rows(results)]
+    counts = numbers_of_workers(results)
+    for count in counts if len(counts) > 1 else []:
+        some = [result for result in results if int(result.load["workers"]) == count]
+        lines.append(
+            f"  {count:>6} workers: {value(some, 'samples_per_second') or 0:,.4g} samples/s, "
+            f"{value(some, 'goodput_tokens_per_second') or 0:,.5g} trained tokens/s"
+        )
+    lines += [f"  {label:<46} {number:,.4g}" for label, number in rows(largest(results))]
     if "audit.violations" in first.metrics:
         violations = sum(len(result.violations) for result in results)
         checked = sum(result.metrics["audit.rows_checked"] for result in results)

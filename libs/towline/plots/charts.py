@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,8 +17,14 @@ import xxhash
 INK, FAINT = "#0f0e0d", "#0d0e0f"
 """Stand-ins for the page's colours: exactly these are replaced in the SVG."""
 COLOURS = ("#3b7dd8", "#e08214", "#2a9d6f", "#c2477f", "#7a63c9", "#8c8c3a", "#5ab4ac", "#b35806")
-WIDTH, HEIGHT = 7.2, 2.9
-"""Inches, at 72 pixels each; the page scales them."""
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)))
+"""Once the colours are used up, series go on in the same colours with other lines."""
+WIDTH, HEIGHT = 5.4, 2.7
+"""Inches, at 72 pixels each; the page scales them. So wide that the text is still read where a phone shows it."""
+LEGEND_CHARACTERS = 66
+"""That a line of the legend holds."""
+PLAIN_TICKS = 2.0
+"""Decades: a shorter logarithmic axis has numbers at 2 and 5 too."""
 
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
@@ -64,28 +70,40 @@ def lines(
     log_x: bool = False,
     log_y: bool = False,
     bound: tuple[str, float] | None = None,
+    marks: Mapping[str, Sequence[float]] | None = None,
+    x_ticks: Sequence[float] | None = None,
 ) -> str:
-    """Lines over a common x. `bound` draws a labelled horizontal limit."""
+    """Lines over a common x. `bound` draws a labelled horizontal limit; `marks`, name -> places on x, vertical lines: what
+    happened then. `x_ticks`: the only numbers on the x axis."""
     figure, axes = _figure(x_label, y_label)
     for index, one in enumerate(series):
-        colour = COLOURS[index % len(COLOURS)]
+        look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "label": one.label}
+        dash = DASHES[index // len(COLOURS) % len(DASHES)]
         if one.style == "points":
-            axes.plot(one.x, one.y, "o", color=colour, markersize=4, label=one.label)
+            axes.plot(one.x, one.y, "o", markersize=4, **look)
         elif one.style == "step":
-            axes.step(one.x, one.y, where="post", color=colour, linewidth=1.4, label=one.label)
+            axes.step(one.x, one.y, where="post", linewidth=1.4, linestyle=dash, **look)
         else:
             width, alpha = (0.9, 0.7) if one.style == "faint" else (1.6, 1.0)
             marker = "o" if one.style == "marked" else None
-            axes.plot(one.x, one.y, marker=marker, markersize=4, color=colour, linewidth=width, alpha=alpha, label=one.label)
+            axes.plot(one.x, one.y, marker=marker, markersize=4, linewidth=width, alpha=alpha, linestyle=dash, **look)
+    for index, (name, places) in enumerate((marks or {}).items()):
+        for place in places:
+            label = name if place == places[0] else None
+            axes.axvline(place, color=INK, linewidth=0.9, linestyle=DASHES[1 + index % 2], label=label)
     if bound is not None:
         name, value = bound
         axes.axhline(value, color=INK, linewidth=0.8, linestyle=(0, (4, 3)), label=name)
-    axes.set_ylim(*y_range)
     if log_x:
-        axes.set_xscale("log")
+        _logarithmic(axes.xaxis, axes.set_xscale, [place for one in series for place in one.x])
     if log_y:
-        axes.set_yscale("log")
-    return _svg(figure, axes, legend=len(series) > 1 or bound is not None)
+        _logarithmic(axes.yaxis, axes.set_yscale, [value for one in series for value in one.y])
+    if y_range != (None, None):
+        axes.set_ylim(*y_range)
+    if x_ticks is not None:
+        axes.set_xticks(x_ticks, [f"{place:g}" for place in x_ticks])
+        axes.xaxis.set_minor_locator(_ticker().NullLocator())
+    return _svg(figure, axes, legend=len(series) > 1 or bound is not None or bool(marks))
 
 
 def bars(values: Mapping[str, float], *, x_label: str, y_label: str = "") -> str:
@@ -99,13 +117,20 @@ def bars(values: Mapping[str, float], *, x_label: str, y_label: str = "") -> str
 
 
 def stacked(
-    x: Sequence[float], parts: Mapping[str, Sequence[float]], *, x_label: str, y_label: str, top: float | None = None
+    x: Sequence[float],
+    parts: Mapping[str, Sequence[float]],
+    *,
+    x_label: str,
+    y_label: str,
+    top: float | None = None,
+    steps: bool = False,
 ) -> str:
-    """Areas on top of each other; each part is as long as `x`."""
+    """Areas on top of each other; each part is as long as `x`. `steps`: a column at each x, where nothing lies between two."""
     figure, axes = _figure(x_label, y_label)
     if len(x) > 1 and parts:
         colours = [COLOURS[index % len(COLOURS)] for index in range(len(parts))]
-        axes.stackplot(x, *parts.values(), labels=list(parts), colors=colours, alpha=0.85, linewidth=0)
+        axes.stackplot(x, *parts.values(), labels=list(parts), colors=colours, alpha=0.85, linewidth=0,
+                       **({"step": "mid"} if steps else {}))  # fmt: skip
         axes.set_xlim(min(x), max(x))
     axes.set_ylim(0, top)
     return _svg(figure, axes, legend=True)
@@ -138,6 +163,38 @@ def cdf(values: Mapping[str, Sequence[float]], *, x_label: str, log_x: bool = Fa
     return lines(series, x_label=x_label, y_label="share", y_range=(0, 1.02), log_x=log_x)
 
 
+def ranges(values: Mapping[str, Mapping[str, float]], *, x_label: str) -> str:
+    """A line for each name from its least to its most, with a mark for each part (quantiles); x is logarithmic."""
+    figure, axes = _figure(x_label, "", height=1.1 + 0.3 * max(len(values), 1))
+    parts = list(dict.fromkeys(part for one in values.values() for part in one))
+    for place, one in enumerate(values.values()):
+        axes.hlines(place, min(one.values()), max(one.values()), color=FAINT, linewidth=2.5, zorder=1)
+    for index, part in enumerate(parts):
+        points = [(one[part], place) for place, one in enumerate(values.values()) if part in one]
+        axes.plot(*zip(*points, strict=True), "o", markersize=5, color=COLOURS[index % len(COLOURS)], label=part)
+    axes.set_yticks(range(len(values)), list(values))
+    axes.invert_yaxis()
+    _logarithmic(axes.xaxis, axes.set_xscale, [value for one in values.values() for value in one.values()])
+    return _svg(figure, axes, legend=True)
+
+
+def _ticker() -> Any:
+    from matplotlib import ticker
+
+    return ticker
+
+
+def _logarithmic(axis: Any, scale: Callable[[str], object], values: Sequence[float]) -> None:
+    """Its numbers as they're said, 0.01 and not a power of ten: without formulas those would be their source text."""
+    scale("log")
+    ticker = _ticker()
+    least, most = min((one for one in values if one > 0), default=1.0), max(values, default=1.0)
+    short = most < least * 10**PLAIN_TICKS
+    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if short else (1,), numticks=9))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
+
+
 def _figure(x_label: str, y_label: str, height: float = HEIGHT) -> tuple[Any, Any]:
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
@@ -157,7 +214,11 @@ def _svg(figure: Any, axes: Any, *, legend: bool) -> str:
 
     with rc_context(_STYLE):
         if legend and axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="best")
+            handles, labels = axes.get_legend_handles_labels()
+            # Above the curves, never on them; a column takes a line's mark and the longest name.
+            columns = max(LEGEND_CHARACTERS // (max(map(len, labels)) + 6), 1)
+            figure.legend(handles, labels, loc="outside upper left", ncols=min(columns, len(labels)), borderaxespad=0.1,
+                          handlelength=1.6, columnspacing=1.4)  # fmt: skip
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()

@@ -11,16 +11,18 @@ _STYLE = """
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e8e6e1; --paper: #191a1c; --faint: #5d5f63; --line: #303236; --mark: #ff8a80; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 74rem; color: var(--ink); background: var(--paper);
+body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 76rem; color: var(--ink); background: var(--paper);
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.6rem; margin: 0 0 .2rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .6rem; }
 .lead { margin: 0 0 1.2rem; opacity: .8; } .bad { color: var(--mark); font-weight: 600; }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); gap: 1rem 2rem; }
+.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(26rem, 100%), 1fr)); gap: 1.4rem 2rem; }
 figure { margin: 0; } figcaption { font-size: .86rem; opacity: .8; margin-top: .2rem; }
 figure h3 { font-size: .95rem; margin: 0 0 .3rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; } .scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; } .scroll { overflow-x: auto; margin-bottom: 1.2rem; }
 th, td { text-align: left; padding: .25rem 1.2rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { font-weight: 600; white-space: nowrap; } td.n { text-align: right; } pre { overflow-x: auto; }
+th { font-weight: 600; white-space: nowrap; } td.n, th.n { text-align: right; }
+thead th { white-space: normal; vertical-align: bottom; }
+td { overflow-wrap: anywhere; } td.n { white-space: nowrap; } pre { overflow-x: auto; }
 @media print { body { max-width: none; } figure { break-inside: avoid; } }
 """
 
@@ -59,7 +61,11 @@ class Page:
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         """Numbers stand on the right."""
         self._close_grid()
-        head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+        rows = [tuple(row) for row in rows]
+        numbers = [bool(rows) and all(_is_number(row[place]) for row in rows) for place in range(len(columns))]
+        head = "".join(
+            f"<th{' class=n' if right else ''}>{escape(name)}</th>" for name, right in zip(columns, numbers, strict=True)
+        )
         body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
         self._parts.append(f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
 
@@ -78,8 +84,12 @@ class Page:
             self._open_grid = False
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _cell(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not _is_number(value):
         return f"<td>{escape(str(value))}</td>"
-    text = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+    text = f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return f'<td class="n">{text}</td>'
