@@ -1,6 +1,7 @@
 """The nats-server configuration that holds the users: accounts, nkeys with their permissions, limits, TLS.
 
-It names public keys alone, so it's no secret. Each account is a world of its own: tenants in different ones share nothing.
+It names public keys alone, so it's no secret. Each account is a world of its own: tenants in different ones share nothing. A
+tenant is one account, or with walls one for its streams and one for each role (walls.py).
 """
 
 from __future__ import annotations
@@ -8,18 +9,22 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from towline.access.nats import Permissions, permissions
+from towline.access.walls import Export, Import, Walled, walled
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """A tenant. `users`: role -> its public nkey. `max_file_bytes`: what its streams may reserve; None: no limit of its own."""
+    """A tenant. `users`: role -> its public nkey. `max_file_bytes`: what its streams may reserve; None: no limit of its own.
+    `walls`: an account for each role beside it; without them a stolen key of any role can end a run."""
 
     name: str
     runs: Sequence[str]
     users: Mapping[str, str]
     max_file_bytes: int | None = None
+    walls: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +43,10 @@ def users_config(accounts: Sequence[Account], tls: Tls | None = None) -> str:
     """A fragment to include in a server's configuration, or to stand in it: `accounts`, and `tls` if given."""
     lines = ["accounts {"]
     for account in accounts:
-        limit = "enabled" if account.max_file_bytes is None else f"{{ max_file: {account.max_file_bytes} }}"
-        lines += [f"  {json.dumps(account.name)} {{", f"    jetstream: {limit}", "    users: ["]
+        if account.walls:
+            lines += _walled(account)
+            continue
+        lines += [f"  {json.dumps(account.name)} {{", f"    jetstream: {_limit(account)}", "    users: ["]
         for role, key in account.users.items():
             lines += [f"      # {role}", f"      {_user(key, permissions(role, account.runs))}"]
         lines += ["    ]", "  }"]
@@ -67,6 +74,38 @@ def plain(granted: Permissions) -> dict[str, dict[str, list[str]]]:
         "publish": {"allow": list(granted.publish), "deny": list(granted.publish_deny)},
         "subscribe": {"allow": list(granted.subscribe), "deny": list(granted.subscribe_deny)},
     }
+
+
+def _walled(account: Account) -> list[str]:
+    lines = []
+    for one in walled(account.name, account.runs):
+        lines.append(f"  {json.dumps(one.name)} {{")
+        if not one.role:
+            lines.append(f"    jetstream: {_limit(account)}")
+        elif one.role in account.users and one.permissions is not None:
+            lines.append(f"    users: [ {_user(account.users[one.role], one.permissions)} ]")
+        lines += _crossings(one)
+        lines.append("  }")
+    return lines
+
+
+def _crossings(one: Walled) -> list[str]:
+    """What the account gives to others and has of them."""
+    lines = ["    exports: [", *(f"      {json.dumps(_export(export))}" for export in one.exports), "    ]"]
+    return [*lines, "    imports: [", *(f"      {json.dumps(_import(wanted))}" for wanted in one.imports), "    ]"]
+
+
+def _export(export: Export) -> dict[str, Any]:
+    many = {} if export.seconds is None else {"response_type": "stream", "response_threshold": f"{export.seconds:g}s"}
+    return {"stream" if export.stream else "service": export.subject, "accounts": list(export.to), **many}
+
+
+def _import(wanted: Import) -> dict[str, Any]:
+    return {"stream" if wanted.stream else "service": {"account": wanted.account, "subject": wanted.subject}}
+
+
+def _limit(account: Account) -> str:
+    return "enabled" if account.max_file_bytes is None else f"{{ max_file: {account.max_file_bytes} }}"
 
 
 def _user(key: str, granted: Permissions) -> str:

@@ -26,6 +26,9 @@ def nats(
     out: Out,
     account: Annotated[str, typer.Option(help="The account's name: a tenant's. Accounts share nothing.")] = "towline",
     max_file_bytes: Annotated[int | None, typer.Option(min=1, help="What the account's streams may reserve.")] = None,
+    walls: Annotated[
+        bool, typer.Option("--walls/--one-account", help="An account for each role, so that a stolen key stays in its role.")
+    ] = True,
     jwt: Annotated[
         bool, typer.Option("--jwt", help="Users by signed tokens, accounts by an operator's: DIR/ACCOUNT/ROLE.creds.")
     ] = False,
@@ -54,7 +57,7 @@ def nats(
         print(f"{out / account}/ROLE.creds: its users' tokens for {', '.join(runs)}; bus.keys_folder = {str(out / account)!r}")
         return
     users = bus_users(out, ROLES, anew=rotate)
-    config = users_config([Account(account, runs, users, max_file_bytes)], tls)
+    config = users_config([Account(account, runs, users, max_file_bytes, walls)], tls)
     (out / "nats.conf").write_text(config)
     print(f"{out / 'nats.conf'}: account {account} with {len(users)} users for {', '.join(runs)}; include it in the server's")
     print(f"{out}/ROLE.nk: their seeds; bus.keys_folder = {str(out)!r}")

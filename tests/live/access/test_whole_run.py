@@ -29,13 +29,14 @@ LIMIT_SECONDS = 240
 
 
 @pytest.mark.slow
-def test_a_run_over_tls_with_a_user_and_keys_for_each_role_ends_with_a_clean_audit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("walls", [False, True], ids=["one-account", "walls"])
+def test_a_run_over_tls_with_a_user_and_keys_for_each_role_ends_with_a_clean_audit(tmp_path: Path, walls: bool) -> None:
     ca = trustme.CA()
     ca.cert_pem.write_to_path(tmp_path / "ca.pem")
     ca.issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(tmp_path / "server.pem")
     keys = tmp_path / "keys"
     tls = Tls(str(tmp_path / "server.pem"), str(tmp_path / "server.pem"))
-    config = users_config([Account("tenant", [RUN], bus_users(keys, ROLES))], tls)
+    config = users_config([Account("tenant", [RUN], bus_users(keys, ROLES), walls=walls)], tls)
     for bus in running(NatsServer(tmp_path / "nats", authorization=config)):
         for store in running(S3Server(tmp_path / "s3", runs=[RUN])):
             settings = SMALL | {
