@@ -97,7 +97,7 @@ def _of_role(
             exports.append(Export(subject, hearers, stream=True))
     if role == roles.WORKER:
         exports += [Export(subject, (tenant,), seconds=SERVE_SECONDS) for subject in serving]
-    imports = [Import(subject, tenant) for subject, who in sorted(requests.items()) if role in who]
+    imports = [Import(subject, tenant) for subject in _widest(subject for subject, who in requests.items() if role in who)]
     for subject in (subject for subject in own.subscribe if subject not in serving):
         tellers = [other for other in _others(role) if subject in granted[other].publish]
         imports += [Import(subject, account_of(tenant, other), stream=True) for other in tellers]
@@ -106,6 +106,23 @@ def _of_role(
 
 def _others(role: str) -> list[str]:
     return [other for other in roles.ROLES if other != role]
+
+
+def _widest(subjects: Iterable[str]) -> list[str]:
+    """Those that no other one covers: what two imports match is sent twice."""
+    every = sorted(subjects)
+    return [one for one in every if not any(other != one and _covers(other, one) for other in every)]
+
+
+def _covers(wide: str, narrow: str) -> bool:
+    """Whether all subjects of the one pattern are of the other, too."""
+    wanted, tokens = wide.split("."), narrow.split(".")
+    for index, token in enumerate(wanted):
+        if token == ">":
+            return len(tokens) > index
+        if index >= len(tokens) or tokens[index] == ">" or token not in ("*", tokens[index]):
+            return False
+    return len(tokens) == len(wanted)
 
 
 def _own(role: str, runs: Sequence[str]) -> Permissions:

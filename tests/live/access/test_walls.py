@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +211,34 @@ async def test_without_walls_such_a_consumer_tells_a_trainer_what_no_publisher_s
     await until(lambda: bool(heard))
     await thief.close()
     await trainer.close()
+
+
+async def test_who_asks_for_one_task_is_given_one_and_acks_it(run: NatsServer) -> None:
+    """What a role imports twice would go out twice."""
+    worker, buffer = await connected(run, WORKER), await connected(run, BUFFER)
+    for _ in range(5):
+        await buffer.publish(buffer.topology.task("train"), b"a task")
+    spec = worker.topology.lane_consumer("train", 8)
+    lane = await worker.consumer(spec)
+
+    async def out() -> tuple[int, int]:
+        found = await buffer.jetstream.call("look", f"CONSUMER.INFO.{spec.stream}.{spec.durable}")
+        return found["num_ack_pending"], found["num_pending"]
+
+    taken = await lane.fetch(1, 5)
+    assert len(taken) == 1
+    assert await out() == (1, 4)
+    await taken[0].ack()
+    await until(lambda: _is(out(), (0, 4)))
+    assert len(await lane.fetch(4, 5)) == 4
+    assert await out() == (4, 0)
+    await lane.close()
+    await worker.close()
+    await buffer.close()
+
+
+async def _is(found: Awaitable[tuple[int, int]], wanted: tuple[int, int]) -> bool:
+    return await found == wanted
 
 
 async def test_hints_go_from_role_to_role(run: NatsServer) -> None:
