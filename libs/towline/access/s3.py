@@ -101,14 +101,18 @@ def seaweedfs_config(policies: Mapping[str, dict[str, Any]], pairs: Mapping[str,
 
 
 def minio_script(names: Sequence[str]) -> str:
-    """A shell script that gives users and policies, which lie beside it, to a MinIO server; the keys come from their files."""
+    """A shell script that gives users and policies, which lie beside it, to a MinIO server; the keys come from their files.
+
+    It may run again, and brings changed policies: `attach` alone fails where it has been done, so that is asked first.
+    """
     lines = ["#!/bin/sh", "# sh apply.sh ALIAS: ALIAS is mc's name of the server, with an administrator's keys.", "set -eu"]
     lines += ['alias=${1:?"give the name that mc has for the server"}', 'cd "$(dirname "$0")"']
     for role in names:
         lines += [
             f'mc admin policy create "$alias" towline-{role} {role}.policy.json',
             f'mc admin user add "$alias" "$(cat {role}.s3-access)" "$(cat {role}.s3-secret)"',
-            f'mc admin policy attach "$alias" towline-{role} --user "$(cat {role}.s3-access)"',
+            f'case "$(mc admin user info "$alias" "$(cat {role}.s3-access)")" in *towline-{role}*) ;; *)',
+            f'    mc admin policy attach "$alias" towline-{role} --user "$(cat {role}.s3-access)" ;; esac',
         ]
     return "\n".join(lines) + "\n"
 

@@ -123,6 +123,34 @@ def test_minios_and_amazons_files(tmp_path: Path) -> None:
         called("access", "s3", "--flavour", "ceph", "--run", "one", "--out", str(tmp_path))
 
 
+MC = """#!/bin/sh
+# As mc does: what is asked for a second time is refused, but a policy or a user is replaced.
+set -eu
+kind=$2 what=$3 alias=$4 name=$5
+case "$kind $what" in
+    "policy create") cp "$6" "$STATE/policy.$name" ;;
+    "user add") echo "$6" > "$STATE/user.$name" ;;
+    "user info") [ -e "$STATE/user.$name" ]; echo "AccessKey: $name"; echo "PolicyName: $(cat "$STATE/has.$name" 2>/dev/null)" ;;
+    "policy attach") [ -e "$STATE/policy.$name" ]; [ ! -e "$STATE/has.$7" ]; echo "$name" > "$STATE/has.$7" ;;
+    *) exit 9 ;;
+esac
+"""
+
+
+def test_minios_script_may_run_again_and_brings_another_runs_policies(tmp_path: Path) -> None:
+    (tmp_path / "mc").write_text(MC)
+    (tmp_path / "mc").chmod(0o755)
+    state = tmp_path / "state"
+    state.mkdir()
+    for run in ("one", "two"):
+        called("access", "s3", "--flavour", "minio", "--run", run, "--out", str(tmp_path / "minio"))
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "STATE": str(state)}
+        subprocess.run(["sh", str(tmp_path / "minio" / "apply.sh"), "store"], env=environment, check=True)
+        assert f"towline/{run}/log" in (state / "policy.towline-trainer").read_text()
+    key = (tmp_path / "minio" / "trainer.s3-access").read_text().strip()
+    assert (state / f"has.{key}").read_text() == "towline-trainer\n"
+
+
 def test_what_is_written_for_the_bus_is_a_configuration_that_its_server_takes(tmp_path: Path) -> None:
     def taken(folder: Path) -> None:
         done = subprocess.run(
