@@ -47,7 +47,12 @@ give load tenant.token
 give nats nats.conf
 give store admin.s3-access admin.s3-secret
 case $STORE_FLAVOUR in
-    seaweedfs) give store s3.json ;;
+    seaweedfs)
+        # Whoever talks to the S3 server's gRPC needs a certificate that this one signed, and there is none.
+        [ -s "$all/grpc.crt" ] || openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=store \
+            -days 36500 -keyout "$all/grpc.key" -out "$all/grpc.crt" 2> /dev/null
+        give store s3.json grpc.crt grpc.key
+        ;;
     minio)
         for file in "$all"/*.policy.json "$all"/apply.sh "$all"/*.s3-access "$all"/*.s3-secret; do
             give store "$(basename "$file")"

@@ -31,8 +31,8 @@ class Engine:
     private: bool
     more: Mapping[str, str] = field(default_factory=dict)
 
-    def docker(self, *arguments: str, seconds: float = 60.0, check: bool = True) -> str:
-        return call(["docker", *arguments], self.environment, seconds, check=check)
+    def docker(self, *arguments: str, seconds: float = 60.0, stdin: str | None = None, check: bool = True) -> str:
+        return call(["docker", *arguments], self.environment, seconds, stdin=stdin, check=check)
 
     def compose(self, *arguments: str, seconds: float = 120.0, stdin: str | None = None, check: bool = True) -> str:
         return call([*self.compose_command, *arguments], self.environment, seconds, stdin=stdin, check=check)

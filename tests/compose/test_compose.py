@@ -1,199 +1,176 @@
-"""`make compose-test`: the compose file for real. Built, brought up, one worker crashed and another killed, scaled up and down
-while the run learns; stopped, it is whole by the audit; brought down, nothing is left behind."""
+"""`make compose-test`: the compose file for real. Built, brought up, one worker crashed and another killed, scaled up and down,
+the leading buffer killed, while the run learns; stopped, it is whole by the audit; brought down, nothing is left behind."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import grpc
 import httpx
 import pytest
 import yaml
 
-from compose.engine import Engine, an_engine
-from compose.standins import make_missing
+from compose.engine import Engine
+from compose.project import FOLDER, SERVICES, TOML, Project, a_project, health, say
+from towline.client.grpc import GrpcGateway
+from towline.errors import TowlineError
 
 pytestmark = pytest.mark.slow
 
-FOLDER = Path(__file__).parents[2] / "compose"
-TOML = "/config/demo.toml"
-LOOK = Path(__file__).with_name("look.py").read_text()
 LIAR = Path(__file__).with_name("liar.py").read_text()
-SERVICES = ("gateway", "rollout-worker", "trainer", "reward", "publisher", "buffer")
+STRANGER = Path(__file__).with_name("stranger.py").read_text()
+ALERTS = FOLDER.parent / "observe/prometheus/alerts.yml"
 REWARD_MOVES = 0.05
 
 
-class Project:
-    """The compose project of this test; `tools` is a container that looks in from inside."""
-
-    def __init__(self, engine: Engine, name: str) -> None:
-        self.engine = engine
-        self.name = name
-        self.tools, self.liar = f"{name}-tools", f"{name}-liar"
-
-    def compose(self, *arguments: str, seconds: float = 300.0) -> str:
-        return self.engine.compose(
-            "--project-name", self.name, "--file", str(FOLDER / "compose.yaml"), *arguments, seconds=seconds
-        )
-
-    def containers(self, service: str = "") -> list[dict[str, Any]]:
-        """As `docker inspect` tells of them."""
-        labels = [f"label=com.docker.compose.project={self.name}"]
-        labels += [f"label=com.docker.compose.service={service}"] if service else []
-        filters = [part for label in labels for part in ("--filter", label)]
-        found = self.engine.docker(
-            "ps", "--all", "--quiet", *filters, *["--filter", "label=com.docker.compose.oneoff=False"]
-        ).split()
-        return json.loads(self.engine.docker("inspect", *found)) if found else []
-
-    def start_tools(self) -> None:
-        self.compose("run", "--detach", "--name", self.tools, "--entrypoint", "sleep", "tools", "3600")
-
-    def towline(self, *arguments: str) -> Any:
-        return json.loads(self.engine.docker("exec", self.tools, "towline", *arguments, "--json", check=False).splitlines()[-1])
-
-    def look(self) -> dict[str, Any]:
-        said = self.engine.docker("exec", self.tools, "python", "-c", LOOK, TOML)
-        return json.loads(said.splitlines()[-1])  # type: ignore[no-any-return]
-
-    def left_behind(self) -> list[str]:
-        mine = ("--filter", f"label=com.docker.compose.project={self.name}")
-        containers = self.engine.docker("ps", "--all", "--quiet", *mine).split()
-        return containers + [
-            line for kind in ("volume", "network") for line in self.engine.docker(kind, "ls", "--quiet", *mine).split()
-        ]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with an_engine() as found:
+@pytest.fixture
+def project(built: Engine) -> Iterator[Project]:
+    # It doesn't end before the test does.
+    with a_project(built, "run", TOWLINE_RUN="compose-test", TOWLINE_RUN__STEPS="10000", LOAD_REQUESTS="60") as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def project(engine: Engine) -> Iterator[Project]:
-    given = yaml.safe_load((FOLDER / "compose.yaml").read_text())
-    environment = dict(engine.environment) | {
-        "TOWLINE_RUN": "compose-test",
-        "TOWLINE_RUN__STEPS": "10000",  # it doesn't end before the test does
-        "TOWLINE_GATEWAY_PORT": str(_free_port()),
-        "TOWLINE_PROMETHEUS_PORT": str(_free_port()),
-        "TOWLINE_TAG": "compose-test",
-        "LOAD_REQUESTS": "60",
-    }
-    if engine.private:
-        torch = re.search(r"^torch==\S+", (FOLDER.parent / "constraints.txt").read_text(), re.MULTILINE)
-        assert torch is not None
-        python = re.search(r":-([^}]+)", given["x-build"]["args"]["PYTHON_IMAGE"])
-        assert python is not None
-        nats, store, prometheus = (given["services"][name]["image"] for name in ("nats", "store", "prometheus"))
-        make_missing(engine, python[1], nats, store, prometheus, torch[0])
-        environment["TOWLINE_TORCH_INDEX"] = ""
-    found = Project(Engine(environment, engine.compose_command, engine.private), f"towline-test-{os.getpid()}")
-    try:
-        yield found
-    finally:
-        said = found.compose("logs", "--no-color", "--tail", "60")
-        Path(os.environ.get("COMPOSE_TEST_LOG", "/tmp/compose-test.log")).write_text(said)
-        found.engine.docker("rm", "--force", found.tools, found.liar, check=False)
-        found.compose("--profile", "observe", "down", "--volumes", "--timeout", "20")
-    assert found.left_behind() == []
 
 
 def test_a_run_in_containers(project: Project) -> None:
-    _say("building")
-    project.compose("build", seconds=900)
-    _say("up, with two workers")
-    project.compose("up", "--detach", "--scale", "rollout-worker=2")
+    say("up, with two workers and two buffers")
+    project.compose("up", "--detach", "--scale", "rollout-worker=2", "--scale", "buffer=2")
     project.compose("--profile", "observe", "up", "--detach", "--no-recreate", "--no-deps", "prometheus")
     project.start_tools()
-    _until(lambda: all(_health(one) == "healthy" for one in _running(project)), "all containers are healthy", 240, project)
+    project.until(lambda: all(health(one) == "healthy" for one in project.running()), "all containers are healthy", 240)
     for container in project.containers():
         assert container["Config"]["User"] == "10001:10001", container["Name"]
         for bindings in (container["HostConfig"]["PortBindings"] or {}).values():
             assert [binding["HostIp"] for binding in bindings] == ["127.0.0.1"], container["Name"]
+    leading, standby = sorted((one["Id"] for one in project.containers("buffer")), key=lambda one: not _ready(project, one))
+    assert (_ready(project, leading), _ready(project, standby)) == (True, False)
     _ask_the_gateway(project)
-    _until(lambda: _scraped(project) >= set(SERVICES), "Prometheus scrapes every service", 90, project)
+    _ask_over_grpc(project)
+    _watched(project)
+    _closed(project)
+    told = project.towline("doctor", TOML)
+    assert told["faults"] == 0, told
+    assert [found["what"] for found in told["findings"] if "torch isn't installed here" in found["what"]], told
 
-    _say("a store that takes what it should refuse is refused")
-    project.compose("run", "--detach", "--no-deps", "--name", project.liar, "--entrypoint", "python", "tools", "-c", LIAR)
+    say("a store that takes what it should refuse is refused")
+    project.beside("liar", "--entrypoint", "python", "towline/tools:compose-test", "-c", LIAR)
     with pytest.raises(AssertionError, match="store_lies"):
-        project.compose("run", "--rm", "-T", "--no-deps", "-e", f"TOWLINE_STORE__ENDPOINT=http://{project.liar}:8333", "init")
+        project.compose("run", "--rm", "-T", "--no-deps", "-e", "TOWLINE_STORE__ENDPOINT=http://liar:8333", "init")
 
-    _say("a version of depth 5 acknowledged by all, and the reward moves")
-    first = _until(lambda: _acknowledged(project, depth=5, replicas=2), "version 5 is acknowledged", 240, project)
+    say("a version of depth 5 acknowledged by all, and the reward moves")
+    first = project.until(lambda: project.acknowledged(depth=5, replicas=2), "version 5 is acknowledged", 240)
 
-    _say("a worker's process crashes: the engine starts its container again; another's container is killed for good")
+    say("a worker's process crashes: the engine starts its container again; another's container is killed for good")
     crashed, killed = project.containers("rollout-worker")
     _crash(project, crashed["Id"])
-    _until(lambda: _one(project, crashed["Id"])["RestartCount"] == 1, "the crashed container runs again", 60, project)
+    project.until(lambda: project.one(crashed["Id"])["RestartCount"] == 1, "the crashed container runs again", 60)
     project.engine.docker("kill", killed["Id"])
 
-    _say("four workers")
-    project.compose("up", "--detach", "--no-recreate", "--scale", "rollout-worker=4")
+    say("four workers")
+    project.compose("up", "--detach", "--no-recreate", "--scale", "rollout-worker=4", "--scale", "buffer=2")
     depth = max(first["acknowledged"].values())
-    _until(lambda: _acknowledged(project, depth=depth + 1, replicas=4), "four workers acknowledge", 240, project)
+    project.until(lambda: project.acknowledged(depth=depth + 1, replicas=4), "four workers acknowledge", 240)
 
-    _say("load on the gateway")
+    say("load on the gateway")
     told = json.loads(project.compose("--profile", "load", "run", "--rm", "load").splitlines()[-1])
     assert (told["requests"], told["failed"]) == (60, 0), told
 
-    _say("one worker: the others hand over what they have and end with 0")
+    say("one worker: the others hand over what they have and end with 0")
     before = {one["Id"] for one in project.containers("rollout-worker")}
     stopped = sorted(before)[1:]
     project.engine.docker("stop", "--time", "45", *stopped, seconds=120)
-    assert [_one(project, one)["State"]["ExitCode"] for one in stopped] == [0, 0, 0]
+    assert [project.one(one)["State"]["ExitCode"] for one in stopped] == [0, 0, 0]
 
-    _say("the trainer's process crashes, and the bus is restarted")
+    say("the leading buffer's container is killed: the standby takes over, and the killed one stands by when it's back")
+    depth = max(project.look()["acknowledged"].values())
+    project.engine.docker("kill", leading)
+    project.until(lambda: _ready(project, standby), "the standby leads", 120)
+    project.engine.docker("start", leading)
+    project.until(lambda: project.acknowledged(depth=depth + 2, replicas=1), "versions go on", 240)
+    project.until(lambda: health(project.one(leading)) == "healthy" and not _ready(project, leading), "the other stands by", 120)
+
+    say("the trainer's process crashes, and the bus is restarted")
     depth = max(project.look()["acknowledged"].values())
     (trainer,), (bus,) = project.containers("trainer"), project.containers("nats")
     _crash(project, trainer["Id"])
     project.engine.docker("restart", "--time", "20", bus["Id"])
-    _until(lambda: _acknowledged(project, depth=depth + 3, replicas=1), "versions go on", 240, project)
-    assert _one(project, trainer["Id"])["RestartCount"] == 1
+    project.until(lambda: project.acknowledged(depth=depth + 3, replicas=1), "versions go on", 240)
+    assert project.one(trainer["Id"])["RestartCount"] == 1
 
     reward = first["reward"] + REWARD_MOVES
-    _until(lambda: project.look()["reward"] > reward, f"the batches' mean reward is above {reward:.2f}", 240, project)
+    project.until(lambda: project.look()["reward"] > reward, f"the batches' mean reward is above {reward:.2f}", 240)
 
-    _say("down, in order, and what is left is whole")
-    project.compose("stop", *SERVICES)
-    codes = {one["Name"]: one["State"]["ExitCode"] for service in SERVICES for one in project.containers(service)}
-    assert set(codes.values()) == {0}, codes
-    report = project.towline("audit", TOML)
-    assert report["clean"], report
-    assert report["depth"] > depth
-    assert report["samples"]["trained"] > 0
+    say("down, in order, and what is left is whole")
+    assert project.stop_whole()["depth"] > depth
 
 
 def _ask_the_gateway(project: Project) -> None:
     """Through its published port, with the tenant's token, and without."""
     url = f"http://127.0.0.1:{project.engine.environment['TOWLINE_GATEWAY_PORT']}/generate"
-    token = project.engine.docker("exec", project.tools, "cat", "/access/tenant.token").strip()
     body = {"text": "52918>", "sampling_params": {"max_new_tokens": 4}}
     assert httpx.post(url, json=body, timeout=10).status_code == httpx.codes.UNAUTHORIZED
-    answer = httpx.post(url, json=body, headers={"Authorization": f"Bearer {token}"}, timeout=120)
+    answer = httpx.post(url, json=body, headers={"Authorization": f"Bearer {_token(project)}"}, timeout=120)
     assert answer.status_code == httpx.codes.OK, answer.text
     assert answer.json()["output_ids"]
 
 
-def _scraped(project: Project) -> set[str]:
-    """Services that Prometheus has figures of."""
-    url = f"http://127.0.0.1:{project.engine.environment['TOWLINE_PROMETHEUS_PORT']}/api/v1/targets"
-    targets = httpx.get(url, timeout=10).json()["data"]["activeTargets"]
-    return {target["labels"]["job"].removeprefix("towline-") for target in targets if target["health"] == "up"}
+def _ask_over_grpc(project: Project) -> None:
+    """As above."""
+    address = f"127.0.0.1:{project.engine.environment['TOWLINE_GATEWAY_GRPC_PORT']}"
+    with GrpcGateway(address, token="not-a-tenants-token") as stranger, pytest.raises(TowlineError) as refusal:
+        stranger.versions()
+    assert isinstance(refusal.value.__cause__, grpc.RpcError)
+    assert refusal.value.__cause__.code() is grpc.StatusCode.UNAUTHENTICATED
+    with GrpcGateway(address, token=_token(project)) as gateway:
+        [found] = gateway.generate("52918>", sampling={"max_new_tokens": 4})
+    assert found.tokens
 
 
-def _acknowledged(project: Project, *, depth: int, replicas: int) -> dict[str, Any] | None:
-    found = project.look()
-    depths = found["acknowledged"]
-    done = len(found["replicas"]) == len(depths) == replicas and min(depths.values()) >= depth
-    return found if done else None
+def _token(project: Project) -> str:
+    return project.engine.docker("exec", project.tools, "cat", "/access/tenant.token").strip()
+
+
+def _watched(project: Project) -> None:
+    """Prometheus has figures of every service, and evaluates every rule."""
+    url = f"http://127.0.0.1:{project.engine.environment['TOWLINE_PROMETHEUS_PORT']}/api/v1"
+
+    def up() -> bool:
+        targets = httpx.get(f"{url}/targets", timeout=10).json()["data"]["activeTargets"]
+        found = {(target["labels"]["job"].removeprefix("towline-"), target["health"]) for target in targets}
+        return found == {(name, "up") for name in SERVICES}
+
+    def evaluated() -> bool:
+        groups = httpx.get(f"{url}/rules", timeout=10).json()["data"]["groups"]
+        found = {(rule["name"], rule["health"]) for group in groups for rule in group["rules"]}
+        return found == {(rule, "ok") for rule in alerts}
+
+    given = yaml.safe_load(ALERTS.read_text())["groups"]
+    alerts = {rule["alert"] for group in given for rule in group["rules"]}
+    project.until(up, "Prometheus scrapes every service", 90)
+    project.until(evaluated, f"Prometheus evaluates all {len(alerts)} alerts", 90)
+
+
+def _closed(project: Project) -> None:
+    """Of the store only what asks for keys can be reached from other containers, and the bus's monitor can't."""
+    (store,), (bus,) = project.containers("store"), project.containers("nats")
+    assert _open_ports(project, store["Id"]) == {8333, 18333}
+    assert _open_ports(project, bus["Id"]) == {4222}
+    assert json.loads(project.python(STRANGER, "store:8333", "store:18333")) == {"s3": "AccessDenied", "grpc": "UNAVAILABLE"}
+
+
+def _open_ports(project: Project, container: str) -> set[int]:
+    """Those that listen on more than the loopback, from its kernel's tables."""
+    tables = "for table in tcp tcp6; do while read line; do echo $line; done < /proc/net/$table; done"
+    rows = [line.split() for line in project.engine.docker("exec", container, "sh", "-c", tables).splitlines()]
+    listening = [row[1].split(":") for row in rows if len(row) > 3 and row[3] == "0A"]
+    loopback = ("0100007F", "00000000000000000000000001000000", "0B00007F")  # the last is the engine's resolver
+    return {int(port, 16) for address, port in listening if address not in loopback}
+
+
+def _ready(project: Project, container: str) -> bool:
+    """What /readyz says, which is nothing about a standby's health."""
+    ask = "from towline.runtime.probe import probe; import os; print(probe('/readyz', dict(os.environ)))"
+    return not project.engine.docker("exec", container, "python", "-c", ask).strip()
 
 
 def _crash(project: Project, container: str) -> None:
@@ -206,38 +183,3 @@ def _crash(project: Project, container: str) -> None:
         "        os.kill(int(path.parent.name), 9)\n"
     )
     project.engine.docker("exec", container, "python", "-c", script, check=False)
-
-
-def _running(project: Project) -> list[dict[str, Any]]:
-    return [
-        one for one in project.containers() if one["Config"]["Labels"]["com.docker.compose.service"] not in ("access", "init")
-    ]
-
-
-def _one(project: Project, container: str) -> dict[str, Any]:
-    return json.loads(project.engine.docker("inspect", container))[0]  # type: ignore[no-any-return]
-
-
-def _health(container: dict[str, Any]) -> str:
-    return str(container["State"]["Health"]["Status"])
-
-
-def _until(condition: Callable[[], Any], what: str, seconds: float, project: Project) -> Any:
-    """What the condition gives, once it gives something; the services' last words where it takes too long."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {seconds:g} s: {what}\n{project.compose('ps')}\n{project.compose('logs', '--tail', '15')}")
-        time.sleep(2.0)
-    _say(f"  {what}")
-    return found
-
-
-def _say(line: str) -> None:
-    print(time.strftime("%H:%M:%S"), line, flush=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

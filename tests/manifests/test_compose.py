@@ -116,11 +116,35 @@ def test_prometheus_scrapes_every_service_by_its_name_with_the_token() -> None:
         assert job["authorization"]["credentials_file"] == "/access/service.token"
 
 
-def test_every_file_that_is_mounted_exists() -> None:
-    for name, service in every("compose.yaml"):
+@pytest.mark.parametrize("files", FILES, ids=lambda files: files[-1])
+def test_every_file_that_is_mounted_exists(files: tuple[str, ...]) -> None:
+    for name, service in every(*files):
         for volume in service.get("volumes", []):
             if volume.startswith("."):
                 assert (FOLDER / volume.split(":")[0]).exists(), f"{name}: {volume}"
+
+
+def test_seaweedfs_shows_others_nothing_but_what_asks_for_keys() -> None:
+    """tests/compose knocks at it."""
+    store = services()["store"]
+    assert [word for word in store["command"] if re.match(r"-(\w+\.)?ip(\.bind)?=(?!127\.0\.0\.1$)", word)] == [
+        "-s3.ip.bind=0.0.0.0"
+    ]
+    given = (FOLDER / "access.sh").read_text()
+    for variable in ("WEED_GRPC_CA", "WEED_GRPC_S3_CERT", "WEED_GRPC_S3_KEY"):
+        assert store["environment"][variable].removeprefix("/access/") in given
+
+
+def test_a_standby_is_healthy() -> None:
+    for name in SERVICES:
+        assert services()[name]["healthcheck"]["test"][-1] == "/readyz?standbyok=true"
+
+
+def test_the_gateways_ports_are_published() -> None:
+    gateway = services()["gateway"]
+    inside = {gateway["environment"][f"TOWLINE_GATEWAY__{name}"] for name in ("PORT", "GRPC_PORT")}
+    assert {port.rpartition(":")[2] for port in gateway["ports"]} == inside
+    assert "dependencies.py gateway" in DOCKERFILE, "gRPC's packages"
 
 
 def test_every_environment_name_is_a_setting() -> None:
