@@ -233,7 +233,7 @@ def _buffer(grants: _Grants) -> None:
     grants.serve(lease=True)
     grants.send(topology.control(">"))
     grants.read(CONTROL, OUTCOME, TRAJECTORY, DEAD)
-    grants.look(PARTIAL)
+    grants.look(PARTIAL, POLICY)
     grants.list_entries(REPLICAS)
     grants.hear(*(topology.policy(kind) for kind in ("opened", "committed")))
     grants.bury("outcome")

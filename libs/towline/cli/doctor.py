@@ -53,6 +53,7 @@ def doctor(
 async def _findings(target: str | None) -> AsyncIterator[Finding]:
     from towline.doctor.bus import look_at_bus
     from towline.doctor.finding import ok
+    from towline.doctor.halves import look_at_halves
     from towline.doctor.machine import look_at_machine
     from towline.doctor.settings import look_at_settings
     from towline.doctor.store import look_at_store
@@ -75,6 +76,9 @@ async def _findings(target: str | None) -> AsyncIterator[Finding]:
             yield finding
     if "store" not in own:
         for finding in await asyncio.to_thread(lambda: list(look_at_store(settings.store, settings.run.name))):
+            yield finding
+    if not {"bus", "store"} & set(own):
+        async for finding in look_at_halves(settings):
             yield finding
 
 

@@ -43,6 +43,7 @@ from towline.report.history import read_history
 from towline.report.page import render, write
 from towline.report.progress import Progress, progress_of
 from towline.runtime.files import write_private
+from towline.runtime.halves import check_store_as_new
 from towline.runtime.run_end import run_has_ended
 from towline.store.blobs import Blobs
 from towline.store.log import Log
@@ -187,6 +188,7 @@ class Up:
                 "bus; name that one in bus.url, or another run with --run",
                 code="bus_mismatch",
             )
+        await check_store_as_new(bus, log)
 
     async def _start_servers(self) -> Settings:
         """Those that the settings don't name; the effective settings."""

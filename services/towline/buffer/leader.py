@@ -42,6 +42,7 @@ from towline.config import Settings
 from towline.contract.control import EndRecord, SnapshotRecord, TaskRecord
 from towline.contract.entries import VersionEntry
 from towline.errors import ConflictError, InvariantError, UnavailableError
+from towline.runtime.halves import check_store_as_new
 from towline.store.blobs import Blobs
 from towline.store.checkpoints import newest_on
 from towline.store.lineage import Lineage
@@ -102,6 +103,7 @@ class Leader:
     async def lead(self, draining: asyncio.Event) -> None:
         """`FencedError` when another buffer took over. `UnavailableError`: call again, everything is read anew."""
         self._tell("replaying: reading CONTROL and OUTCOME")
+        await check_store_as_new(self._bus, self._log)
         await self._take_over()
         if spans.tracer is not None:
             born = (await self._bus.stream_state(CONTROL)).created_at

@@ -22,6 +22,7 @@ from towline.errors import InvariantError, UnavailableError, UsageError
 from towline.learner import fingerprint
 from towline.learner.advantages.base import Advantage
 from towline.learner.registry import ADVANTAGES, look_up
+from towline.runtime.halves import check_store_as_new
 from towline.runtime.run_end import run_has_ended
 from towline.store.log import Log
 from towline.store.objects import ObjectStore
@@ -60,11 +61,12 @@ async def run_trainer(
     """
     if settings.sampling.temperature <= 0:
         raise UsageError("sampling.temperature = 0: greedy samples can't be trained on; use 1.0", code="temperature")
+    log = Log(objects, settings.run.name)
+    await check_store_as_new(bus, log)
     if crew is None:
         crew = Crew(settings, objects)
         crew.begin()
     advantage: Advantage = look_up("trainer.advantage", ADVANTAGES, settings.trainer.advantage)
-    log = Log(objects, settings.run.name)
     tell("seeding")
     await asyncio.to_thread(seed, objects, log, settings)
     if await _is_over(settings, bus, log):
