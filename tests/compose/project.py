@@ -18,6 +18,8 @@ from compose.engine import Engine
 FOLDER = Path(__file__).parents[2] / "compose"
 TOML = "/config/demo.toml"
 SERVICES = ("gateway", "rollout-worker", "trainer", "reward", "publisher", "buffer")
+PATIENCE_SECONDS = 480.0
+"""A minute or two each where nothing else runs; nothing is measured here."""
 _LOOK = Path(__file__).with_name("look.py").read_text()
 _LOG = Path(os.environ.get("COMPOSE_TEST_LOG", "/tmp/compose-test.log"))
 
@@ -78,12 +80,14 @@ class Project:
         done = len(found["replicas"]) == len(depths) == replicas and min(depths.values()) >= depth
         return found if done else None
 
-    def until(self, condition: Callable[[], Any], what: str, seconds: float) -> Any:
+    def until(self, condition: Callable[[], Any], what: str) -> Any:
         """What the condition gives, once it gives something; the services' last words where it takes too long."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not (found := condition()):
             if time.monotonic() > deadline:
-                pytest.fail(f"not within {seconds:g} s: {what}\n{self.compose('ps')}\n{self.compose('logs', '--tail', '15')}")
+                pytest.fail(
+                    f"not within {PATIENCE_SECONDS:g} s: {what}\n{self.compose('ps')}\n{self.compose('logs', '--tail', '15')}"
+                )
             time.sleep(2.0)
         say(f"  {what}")
         return found

@@ -37,7 +37,7 @@ def test_a_run_in_containers(project: Project) -> None:
     project.compose("up", "--detach", "--scale", "rollout-worker=2", "--scale", "buffer=2")
     project.compose("--profile", "observe", "up", "--detach", "--no-recreate", "--no-deps", "prometheus")
     project.start_tools()
-    project.until(lambda: all(health(one) == "healthy" for one in project.running()), "all containers are healthy", 240)
+    project.until(lambda: all(health(one) == "healthy" for one in project.running()), "all containers are healthy")
     for container in project.containers():
         assert container["Config"]["User"] == "10001:10001", container["Name"]
         for bindings in (container["HostConfig"]["PortBindings"] or {}).values():
@@ -58,18 +58,18 @@ def test_a_run_in_containers(project: Project) -> None:
         project.compose("run", "--rm", "-T", "--no-deps", "-e", "TOWLINE_STORE__ENDPOINT=http://liar:8333", "init")
 
     say("a version of depth 5 acknowledged by all, and the reward moves")
-    first = project.until(lambda: project.acknowledged(depth=5, replicas=2), "version 5 is acknowledged", 240)
+    first = project.until(lambda: project.acknowledged(depth=5, replicas=2), "version 5 is acknowledged")
 
     say("a worker's process crashes: the engine starts its container again; another's container is killed for good")
     crashed, killed = project.containers("rollout-worker")
     _crash(project, crashed["Id"])
-    project.until(lambda: project.one(crashed["Id"])["RestartCount"] == 1, "the crashed container runs again", 60)
+    project.until(lambda: project.one(crashed["Id"])["RestartCount"] == 1, "the crashed container runs again")
     project.engine.docker("kill", killed["Id"])
 
     say("four workers")
     project.compose("up", "--detach", "--no-recreate", "--scale", "rollout-worker=4", "--scale", "buffer=2")
     depth = max(first["acknowledged"].values())
-    project.until(lambda: project.acknowledged(depth=depth + 1, replicas=4), "four workers acknowledge", 240)
+    project.until(lambda: project.acknowledged(depth=depth + 1, replicas=4), "four workers acknowledge")
 
     say("load on the gateway")
     told = json.loads(project.compose("--profile", "load", "run", "--rm", "load").splitlines()[-1])
@@ -84,21 +84,21 @@ def test_a_run_in_containers(project: Project) -> None:
     say("the leading buffer's container is killed: the standby takes over, and the killed one stands by when it's back")
     depth = max(project.look()["acknowledged"].values())
     project.engine.docker("kill", leading)
-    project.until(lambda: _ready(project, standby), "the standby leads", 120)
+    project.until(lambda: _ready(project, standby), "the standby leads")
     project.engine.docker("start", leading)
-    project.until(lambda: project.acknowledged(depth=depth + 2, replicas=1), "versions go on", 240)
-    project.until(lambda: health(project.one(leading)) == "healthy" and not _ready(project, leading), "the other stands by", 120)
+    project.until(lambda: project.acknowledged(depth=depth + 2, replicas=1), "versions go on")
+    project.until(lambda: health(project.one(leading)) == "healthy" and not _ready(project, leading), "the other stands by")
 
     say("the trainer's process crashes, and the bus is restarted")
     depth = max(project.look()["acknowledged"].values())
     (trainer,), (bus,) = project.containers("trainer"), project.containers("nats")
     _crash(project, trainer["Id"])
     project.engine.docker("restart", "--time", "20", bus["Id"])
-    project.until(lambda: project.acknowledged(depth=depth + 3, replicas=1), "versions go on", 240)
+    project.until(lambda: project.acknowledged(depth=depth + 3, replicas=1), "versions go on")
     assert project.one(trainer["Id"])["RestartCount"] == 1
 
     reward = first["reward"] + REWARD_MOVES
-    project.until(lambda: project.look()["reward"] > reward, f"the batches' mean reward is above {reward:.2f}", 240)
+    project.until(lambda: project.look()["reward"] > reward, f"the batches' mean reward is above {reward:.2f}")
 
     say("down, in order, and what is left is whole")
     assert project.stop_whole()["depth"] > depth
@@ -146,8 +146,8 @@ def _watched(project: Project) -> None:
 
     given = yaml.safe_load(ALERTS.read_text())["groups"]
     alerts = {rule["alert"] for group in given for rule in group["rules"]}
-    project.until(up, "Prometheus scrapes every service", 90)
-    project.until(evaluated, f"Prometheus evaluates all {len(alerts)} alerts", 90)
+    project.until(up, "Prometheus scrapes every service")
+    project.until(evaluated, f"Prometheus evaluates all {len(alerts)} alerts")
 
 
 def _closed(project: Project) -> None:

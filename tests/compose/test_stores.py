@@ -72,6 +72,6 @@ def test_a_run_on_another_store_and_none_on_one_that_lies(project: Project) -> N
 
     say("a run on Moto")
     project.compose("up", "--detach")
-    project.until(lambda: all(health(one) == "healthy" for one in project.running()), "all containers are healthy", 240)
-    project.until(lambda: project.acknowledged(depth=5, replicas=1), "version 5 is acknowledged", 240)
+    project.until(lambda: all(health(one) == "healthy" for one in project.running()), "all containers are healthy")
+    project.until(lambda: project.acknowledged(depth=5, replicas=1), "version 5 is acknowledged")
     assert project.stop_whole()["depth"] >= 5
