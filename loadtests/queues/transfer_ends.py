@@ -22,6 +22,8 @@ from towline.loadtest.ends import Plan
 
 PARTITION, FIELD, TASK = "rollout", "payload", "trainer"
 POLL_SECONDS = 0.002
+TRIES = 25
+"""For half a window, before the receiver is content with less."""
 
 warnings.filterwarnings("ignore", category=UserWarning, module=r"torch")
 
@@ -63,9 +65,6 @@ class TransferQueueSink:
     async def receive(self) -> AsyncIterator[bytes]:
         while self._left > 0:
             metadata = await self._some()
-            if metadata is None:
-                await asyncio.sleep(POLL_SECONDS)
-                continue
             rows = (await self._client.async_get_data(metadata))[FIELD]
             for place in range(rows.shape[0]):
                 self._left -= 1
@@ -73,14 +72,16 @@ class TransferQueueSink:
             await self._client.async_clear_samples(metadata)
 
     async def _some(self) -> Any:
-        """As many as there are up to a window: the controller gives just as many as are asked for, or none."""
-        most = min(self._window // 2, self._left)
-        while most:
+        """Half a window, or what is there after a while: the controller gives just as many as are asked for, or none."""
+        most, tried = min(self._window // 2, self._left), 0
+        while True:
             metadata = await self._client.async_get_meta([FIELD], most, PARTITION, mode="fetch", task_name=TASK)
             if metadata.size:
                 return metadata
-            most //= 4
-        return None
+            tried += 1
+            if tried % TRIES == 0:
+                most = max(most // 2, 1)
+            await asyncio.sleep(POLL_SECONDS)
 
     async def close(self) -> None:
         ray.shutdown()
