@@ -1,0 +1,276 @@
+"""Home, a site and a near site for real: nats-servers from what their overlays render, with the README's commands' Secrets."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from live.sites.pair import settings_of
+from manifests import secrets
+from manifests.pods import BusPods, Machine
+from manifests.rendered import FOLDER, config_map, of_kind, pod_specs
+from support.waiting import until
+from towline.access.identity import bus_as, store_as
+from towline.access.init import prepare_bus
+from towline.access.roles import ROLES
+from towline.bus.client import Bus
+from towline.bus.topology import BUCKETS, CONTROL, DEAD, OUTCOME, PARTIAL, POLICY, TRAJECTORY, Topology
+from towline.config import BusSettings, load_settings
+from towline.contract.task import TRAIN
+from towline.errors import UsageError
+
+RUN = tomllib.loads((FOLDER / "overlays/prod/run.toml").read_text())["run"]["name"]
+
+
+class Clusters:
+    """The buses of home, of a site of its own and of a near one, and how their services come to them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        machine = Machine(folder)
+        (folder / "keys").mkdir()
+        (folder / "keys/ca.crt").write_bytes(machine.ca.cert_pem.bytes())
+        door = machine.address(0, 0)
+        at_home = secrets.made(folder, "prod", secrets.PROD_BLOCK)
+        at_home |= secrets.made(folder, "door", secrets.DOOR_BLOCK, leaf=door)
+        self.home = BusPods(machine, "overlays/home", 0, at_home)
+        self.site = BusPods(machine, "overlays/site-b", 1, secrets.made(folder, "site", secrets.SITE_BLOCK, leaf=door))
+        self.near = BusPods(machine, "overlays/near", 2, secrets.made(folder, "near", secrets.NEAR_BLOCK, leaf=door))
+
+    def settings(self, pods: BusPods) -> BusSettings:
+        """As the pods' environment says, but for the server's address and where the role's files lie."""
+        given: dict[str, Any] = {
+            name.removeprefix("TOWLINE_BUS__").lower(): tomllib.loads(f"it = {value}")["it"] if value[0] in '["123' else value
+            for name, value in config_map(pods.overlay, "towline-environment").items()
+            if name.startswith("TOWLINE_BUS__")
+        }
+        here = {"url": pods.url, "keys_folder": str(self.folder / "keys"), "tls_ca": str(self.folder / "keys/ca.crt")}
+        return BusSettings.model_validate(given | here | {"budget_bytes": 64 << 20})
+
+    async def prepare(self, *clusters: BusPods) -> None:
+        """As the Job does: started again where it failed, since three servers that are up don't know of each other at once."""
+        for pods in clusters:
+
+            async def made(at: BusPods = pods) -> bool:
+                try:
+                    await prepare_bus(settings_of(RUN, self.settings(at)))
+                except UsageError as error:
+                    if "no suitable peers" not in error.message:
+                        raise
+                    return False
+                return True
+
+            await until(made, 60)
+
+    @asynccontextmanager
+    async def connected(self, pods: BusPods, role: str) -> AsyncIterator[Bus]:
+        bus = await Bus.connect(bus_as(self.settings(pods), role), run=RUN, client_name=role, patience_seconds=30)
+        try:
+            yield bus
+        finally:
+            await bus.close()
+
+
+@pytest.fixture(scope="module")
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Clusters:
+    return Clusters(tmp_path_factory.mktemp("clusters"))
+
+
+async def test_what_other_clusters_generate_stands_at_home_and_they_may_no_more_than_at_home(clusters: Clusters) -> None:
+    three = clusters
+    assert three.settings(three.site).site in three.settings(three.home).sites
+    async with three.home.running(), three.site.running(), three.near.running():
+        await three.prepare(three.site, three.home)  # a source looks for the other side once, and then ten seconds later
+        async with (
+            three.connected(three.home, "viewer") as reader,
+            three.connected(three.site, "rollout-worker") as far,
+            three.connected(three.near, "rollout-worker") as near,
+        ):
+            for number in range(8):
+                assert (await far.create(far.topology.trajectory(number, 0), b"far")).won
+            assert await _samples(far) == {b"far": 8}, "the site's own stream"
+            for number in range(8):
+                assert (await near.create(near.topology.trajectory(number, 1), b"near")).won
+
+            async def both() -> bool:
+                return (await reader.stream_state(TRAJECTORY)).messages == 16
+
+            await until(both, 90)
+            assert await _samples(reader) == {b"far": 8, b"near": 8}
+            assert await _samples(far) == {b"far": 8}
+            for worker in (far, near):
+                with pytest.raises(UsageError):
+                    await worker.publish(worker.topology.control("end"), b"not a worker's to say")
+            assert (await reader.stream_state(CONTROL)).messages == 0
+
+
+@pytest.mark.slow
+async def test_a_site_gets_the_tasks_that_are_for_it(clusters: Clusters) -> None:
+    """The site's mirror asks again after 10, 20, 30 s where it found nobody at first."""
+    async with clusters.home.running(), clusters.site.running():
+        await clusters.prepare(clusters.home, clusters.site)
+        async with (
+            clusters.connected(clusters.home, "buffer") as buffer,
+            clusters.connected(clusters.site, "rollout-worker") as far,
+        ):
+            await buffer.publish(buffer.topology.task(TRAIN), b"home's")
+            await buffer.publish(buffer.topology.task(TRAIN, site=clusters.settings(clusters.site).site), b"the site's")
+            lane = await far.consumer(far.topology.lane_consumer(TRAIN, 4))
+            got: list[bytes] = []
+
+            async def fetched() -> bool:
+                got.extend(delivery.data for delivery in await lane.fetch(4, 1.0))
+                return bool(got)
+
+            await until(fetched, 120)
+            assert got == [b"the site's"]
+
+
+async def _samples(bus: Bus) -> dict[bytes, int]:
+    """As worker or viewer: single messages by sequence. What they are -> how many."""
+    state = await bus.stream_state(TRAJECTORY)
+    found: dict[bytes, int] = {}
+    for sequence in range(1, state.last_sequence + 1):
+        data = (await bus.get(TRAJECTORY, sequence)).data
+        found[data] = found.get(data, 0) + 1
+    return found
+
+
+@pytest.mark.parametrize("overlay", ["home", "site-b", "near"])
+def test_the_readme_makes_every_secret_of_a_cluster(clusters: Clusters, overlay: str) -> None:
+    made = {"home": clusters.home, "site-b": clusters.site, "near": clusters.near}[overlay].secrets
+    _check_secrets(f"overlays/{overlay}", made, tls=True)
+    (monitor,) = of_kind(f"overlays/{overlay}", "PodMonitor").values() or [None]
+    if monitor:
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        named = endpoint["authorization"]["credentials"]
+        assert (made[named["name"]] / named["key"]).is_file()
+
+
+def test_the_readme_makes_every_secret_of_dev(tmp_path: Path) -> None:
+    _check_secrets("overlays/dev", secrets.made(tmp_path, "dev", secrets.DEV_BLOCK), tls=False)
+    prefix = config_map("overlays/dev", "towline-environment")["TOWLINE_STORE__URL"].rpartition("/")[2]
+    assert f"--prefix {prefix}" in secrets.block(secrets.DEV_BLOCK)
+
+
+def _check_secrets(overlay: str, made: Mapping[str, Path], *, tls: bool) -> None:
+    """Each that a pod mounts is made, and a role's has what its process looks for under its own name."""
+    for name, spec in pod_specs(overlay):
+        for volume in spec["volumes"]:
+            if (secret := volume.get("secret", {}).get("secretName")) not in (None, "nats-tls"):
+                assert secret in made, f"{name}: {secret}"
+        if name in ROLES:
+            files = {path.name for path in made[f"towline-{name}"].iterdir()}
+            wanted = {f"{name}.nk", f"{name}.s3-access", f"{name}.s3-secret", "service.token"}
+            assert files == wanted | ({"ca.crt"} if tls else set()) | ({"tenant.token"} if name == "gateway" else set())
+
+
+def test_a_site_is_told_the_same_as_home() -> None:
+    home, site = (config_map(f"overlays/{name}", "towline-environment") for name in ("home", "site-b"))
+    assert len({config_map(f"overlays/{name}", "towline-run")["run.toml"] for name in ("home", "site-b", "near")}) == 1
+    assert site["TOWLINE_BUS__SITE"] in tomllib.loads(f"it = {home['TOWLINE_BUS__SITES']}")["it"]
+    assert site["TOWLINE_BUS__SITES"] == home["TOWLINE_BUS__SITES"]
+    for key in ("URL", "ENDPOINT"):
+        assert site[f"TOWLINE_STORE__BLOBS_{key}"] == home[f"TOWLINE_STORE__{key}"], "large payloads go to home's store"
+    assert (home["TOWLINE_STORE__URL"], home["TOWLINE_STORE__ENDPOINT"]) != (
+        site["TOWLINE_STORE__URL"],
+        site["TOWLINE_STORE__ENDPOINT"],
+    )
+
+
+def test_the_servers_domains_are_those_by_which_the_streams_find_each_other() -> None:
+    site = config_map("overlays/site-b", "towline-environment")["TOWLINE_BUS__SITE"]
+    for overlay, domain in (("home", BusSettings().home_domain), ("site-b", site)):
+        (spec,) = [spec for name, spec in pod_specs(f"overlays/{overlay}") if name == "nats"]
+        (given,) = [one for one in spec["containers"][0]["env"] if one["name"] == "NATS_DOMAIN"]
+        key = given.get("valueFrom", {}).get("configMapKeyRef", {}).get("key", "")
+        assert (given.get("value") or config_map(f"overlays/{overlay}", "towline-environment")[key]) == domain
+        assert "domain: $NATS_DOMAIN" in config_map(f"overlays/{overlay}", "nats")["nats.conf"]
+
+
+def test_what_the_sites_connection_carries_is_what_towline_access_sites_writes(clusters: Clusters) -> None:
+    """The Secrets' fragments against the topology of the run that the overlays' file names, and the pods' paths and ports."""
+    fragment = (clusters.site.secrets["towline-leaf"] / "leaf.conf").read_text()
+    door = (clusters.home.secrets["towline-leaf"] / "leaf.conf").read_text()
+    names = Topology(RUN)
+    denied = fragment.split("deny_imports: [")[1]
+    for spec in (TRAJECTORY, OUTCOME, PARTIAL, DEAD):
+        assert denied.count(f'"{names.subject(spec.subjects[0])}"') == 2, "neither way"
+    for spec in (CONTROL, POLICY):
+        assert denied.count(f'"{names.subject(spec.subjects[0])}"') == 1, "home's, which the site copies"
+    for bucket in BUCKETS:
+        assert denied.count(f'"$KV.{names.bucket(bucket)}.>"') == 2
+    (port,) = re.findall(r'listen: "0\.0\.0\.0:(\d+)"', door)
+    (spec,) = [spec for name, spec in pod_specs("overlays/home") if name == "nats"]
+    assert {"name": "leaf", "containerPort": int(port)} in spec["containers"][0]["ports"]
+    (listed,) = of_kind("overlays/home", "Service")["nats-leaf"]["spec"]["ports"]
+    assert (listed["port"], listed["targetPort"]) == (int(port), "leaf")
+    assert f":{port}" in fragment.split("url: ")[1].splitlines()[0]
+    for text, overlay in ((door, "home"), (fragment, "site-b")):
+        (spec,) = [spec for name, spec in pod_specs(f"overlays/{overlay}") if name == "nats"]
+        mounted = {mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}
+        paths = re.findall(r'_file: "([^"]+)"', text)
+        assert paths, "both are encrypted"
+        assert {path.rpartition("/")[0] for path in paths} <= mounted
+    (variable,) = re.findall(r"nkey: \$(\w+)", fragment)
+    assert variable in {one["name"] for one in spec["containers"][0]["env"]}
+
+
+def test_a_site_mirrors_homes_versions_into_the_store_that_its_workers_read(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    overlay = "overlays/site-b"
+    shared = config_map(overlay, "towline-environment")
+    specs = dict(pod_specs(overlay))
+    (container,) = specs["mirror"]["containers"]
+    environment = shared | {one["name"]: shared[one["valueFrom"]["configMapKeyRef"]["key"]] for one in container["env"]}
+    arguments = [re.sub(r"\$\((\w+)\)", lambda found: environment[found[1]], one) for one in container["args"]]
+    assert arguments[:3] == ["store", "mirror", "/config/run.toml"]
+    assert arguments[3] == shared["TOWLINE_STORE__URL"]
+    assert arguments[arguments.index("--endpoint") + 1] == shared["TOWLINE_STORE__ENDPOINT"]
+    assert "--follow" in arguments
+    keys = clusters.site.secrets["towline-mirror"]
+    assert {path.name for path in keys.iterdir()} == {
+        f"{role}.s3-{half}" for role in ("viewer", "operator") for half in ("access", "secret")
+    }
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    toml = tmp_path / "run.toml"
+    toml.write_text(config_map(overlay, "towline-run")["run.toml"])
+    source = load_settings(toml).store
+    home = config_map("overlays/home", "towline-environment")
+    assert (source.url, source.endpoint) == (home["TOWLINE_STORE__URL"], home["TOWLINE_STORE__ENDPOINT"])
+    # Home's keys for home's store, the site's for the site's.
+    viewer = store_as(source.model_copy(update={"keys_folder": str(keys)}), "viewer")
+    assert viewer.keys[0] == (clusters.folder / "keys/viewer.s3-access").read_text().strip()
+    operator = (keys / "operator.s3-access").read_text()
+    assert operator == (clusters.folder / "keys-b/operator.s3-access").read_text()
+    assert operator != (clusters.folder / "keys/operator.s3-access").read_text()
+
+
+def test_replicas_have_their_sites_name_in_theirs() -> None:
+    for overlay, expected in (("home", []), ("site-b", ["--replica", "$(TOWLINE_BUS__SITE)-$(POD_NAME)"])):
+        (container,) = dict(pod_specs(f"overlays/{overlay}"))["rollout-worker"]["containers"]
+        assert container["args"] == ["--config", "/config/run.toml", *expected]
+        if expected:
+            assert "POD_NAME" in {one["name"] for one in container["env"]}
+
+
+def test_a_site_has_what_works_while_it_is_cut_off_and_nothing_that_decides() -> None:
+    for overlay, deployments, jobs in (
+        ("site-b", {"rollout-worker", "mirror"}, {"init", "gc"}),
+        ("near", {"rollout-worker", "reward", "nats"}, set()),
+    ):
+        assert set(of_kind(f"overlays/{overlay}", "Deployment")) == deployments
+        assert set(of_kind(f"overlays/{overlay}", "Job", "CronJob")) == jobs
+        assert set(of_kind(f"overlays/{overlay}", "StatefulSet")) == {"nats"} - deployments
+        kinds = {one["spec"].get("type", "ClusterIP") for one in of_kind(f"overlays/{overlay}", "Service").values()}
+        assert kinds == {"ClusterIP"}, "a site only dials out"
