@@ -15,6 +15,8 @@ from towline.loadtest.text import largest, numbers_of_workers, rows
 from towline.plots.page import Page
 from towline.report.page import write
 
+EMPTY: tuple[Any, ...] = ([], {}, "", None)
+
 
 def write_report(results: Sequence[Result], folder: Path) -> Path | None:
     """The page's path; None where matplotlib isn't installed."""
@@ -47,7 +49,8 @@ def render(results: Sequence[Result]) -> str:
     else:
         hop_section(page, shown)
     page.heading("Settings")
-    page.facts([(key, _said(item)) for key, item in first.load.items() if item not in ([], {}, "") and key != "thresholds"])
+    shown_elsewhere = {"thresholds"} | ({"gateway"} if first.kind != "gateway" else set())
+    page.facts([(key, _said(item)) for key, item in first.load.items() if item not in EMPTY and key not in shown_elsewhere])
     return page.html()
 
 
@@ -104,7 +107,7 @@ def _threshold(results: Sequence[Result], name: str, one: dict[str, float]) -> t
 def _said(item: Any) -> str:
     """A setting's value as the scenario has it."""
     if isinstance(item, dict):
-        return ", ".join(f"{key} {_said(value)}" for key, value in item.items())
+        return ", ".join(f"{key} {_said(value)}" for key, value in item.items() if value not in EMPTY)
     if isinstance(item, list | tuple):
         return "; ".join(_said(one) for one in item) if item and isinstance(item[0], dict) else " ".join(map(_said, item))
     return str(item)

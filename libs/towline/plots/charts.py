@@ -21,7 +21,7 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)))
 """Once the colours are used up, series go on in the same colours with other lines."""
 WIDTH, HEIGHT = 5.4, 2.7
 """Inches, at 72 pixels each; the page scales them. So wide that the text is still read where a phone shows it."""
-LEGEND_CHARACTERS = 66
+LEGEND_CHARACTERS = 60
 """That a line of the legend holds."""
 PLAIN_TICKS = 2.0
 """Decades: a shorter logarithmic axis has numbers at 2 and 5 too."""
@@ -30,12 +30,12 @@ _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "towline",  # the same data gives the same bytes
     "font.family": "sans-serif",
-    "font.size": 9,
+    "font.size": 10,
     "text.parse_math": False,  # a name with two dollars is a name
     "text.color": INK,
     "axes.labelcolor": INK,
     "axes.edgecolor": FAINT,
-    "axes.titlesize": 9,
+    "axes.titlesize": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "xtick.color": INK,
@@ -43,7 +43,7 @@ _STYLE: dict[str, Any] = {
     "grid.color": FAINT,
     "grid.linewidth": 0.4,
     "legend.frameon": False,
-    "legend.fontsize": 8,
+    "legend.fontsize": 9,
     "figure.facecolor": "none",
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
@@ -129,9 +129,13 @@ def stacked(
     figure, axes = _figure(x_label, y_label)
     if len(x) > 1 and parts:
         colours = [COLOURS[index % len(COLOURS)] for index in range(len(parts))]
+        left, right = min(x), max(x)
+        if steps:  # whole columns at the ends too
+            x, parts = [left - 1, *x, right + 1], {name: [part[0], *part, part[-1]] for name, part in parts.items()}
+            left, right = left - 0.5, right + 0.5
         axes.stackplot(x, *parts.values(), labels=list(parts), colors=colours, alpha=0.85, linewidth=0,
                        **({"step": "mid"} if steps else {}))  # fmt: skip
-        axes.set_xlim(min(x), max(x))
+        axes.set_xlim(left, right)
     axes.set_ylim(0, top)
     return _svg(figure, axes, legend=True)
 

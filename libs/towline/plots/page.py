@@ -22,7 +22,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; } .scroll
 th, td { text-align: left; padding: .25rem 1.2rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { font-weight: 600; white-space: nowrap; } td.n, th.n { text-align: right; }
 thead th { white-space: normal; vertical-align: bottom; }
-td { overflow-wrap: anywhere; } td.n { white-space: nowrap; } pre { overflow-x: auto; }
+td { overflow-wrap: anywhere; } .scroll td { overflow-wrap: normal; } td.n { white-space: nowrap; } pre { overflow-x: auto; }
 @media print { body { max-width: none; } figure { break-inside: avoid; } }
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from html import escape
 from pathlib import Path
 
 import psutil
@@ -72,7 +73,10 @@ def test_a_run_under_load_is_audited_and_a_threshold_that_isnt_kept_fails_it(tmp
     assert metrics["hop.generate.count"] > 0
     assert metrics["ttft_seconds.count"] > 0
     assert metrics["goodput_tokens_per_second"] > 0
-    assert (tmp_path / "out" / "report.html").read_text().count("<svg") >= 8
+    report = (tmp_path / "out" / "report.html").read_text()
+    for title in ("Percentiles of each hop", "Flow", "A version's way, stacked", "Version propagation", "TTFT, ITL and TPOT"):
+        assert f"<h3>{escape(title)}</h3>" in report
+    assert "Not kept: weights.replicas_acknowledged = 6" in report
     left = [process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(process.info["cmdline"] or [])]
     assert left == [], "nothing is left running"
 

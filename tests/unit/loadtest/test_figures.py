@@ -6,44 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from towline.loadtest.collect import Life, Lives, Trained
-from towline.loadtest.figures import fill
-from towline.loadtest.result import Result, new_result
-from towline.loadtest.scenario import load_scenario
-from towline.loadtest.watch import Looks
-
-START = 1000.0
-
-
-def life(at: float, *, tokens: int = 10, trained: bool = True) -> Life:
-    """Pulled 0.1 s after its task, generated for 2 s, durable 0.01 s later, scored 0.02 s later, batched 1 s after that."""
-    done = at + 2.1
-    return Life(
-        task_at=at, attempt=0, pulled_at=at + 0.1, finished_at=done, queue_seconds=0.0, generate_seconds=2.0,
-        durable_at=done + 0.01, tokens=tokens, version_start=0, replica="w0", nbytes=100, scored_at=done + 0.03,
-        batched_at=done + 1.03 if trained else None, for_depth=0 if trained else None,
-    )  # fmt: skip
-
-
-def written(tmp_path: Path) -> Result:
-    """A sample a second for 100 s, every tenth (ten times as long) dropped as stale; batches each 10 s, 4 of them idle."""
-    path = tmp_path / "s.toml"
-    path.write_text("[load]\nwarm_up_seconds = 10\n")
-    found = Lives(began_at=START)
-    for second in range(100):
-        long = second % 10 == 9
-        found.lives[second] = life(START + second, tokens=100 if long else 10, trained=not long)
-        found.admitted.append(START + second)
-    found.drops["stale"] = 10
-    found.batches = [Trained(number, START + 10 * number, [0, 1, 2], [5.0], 90, 9) for number in range(10)]
-    looks = Looks(rows=[
-        {"at": START + 2 * step, "trainer.idle_seconds": 0.8 * step, "trainer.train_seconds": 1.2 * step, "rss.buffer": 100e6,
-         "rss.reward": 100e6 * (1 + step / 50), "workers.busy": 3.0, "workers.slots": 4.0}
-        for step in range(51)
-    ])  # fmt: skip
-    result = new_result(load_scenario(path))
-    fill(result, found, looks, max_staleness=2)
-    return result
+from support.written_lives import written
 
 
 def test_hops_are_the_differences_of_the_streams_own_times(tmp_path: Path) -> None:
