@@ -31,11 +31,13 @@ class EvalHolds:
 
     def know(self, version: int, now: float) -> None:
         """The LOG got the version while this replica followed it, or it is the latest at the start."""
-        self._known_at.setdefault(version, now)
+        if self._every > 0:
+            self._known_at.setdefault(version, now)
 
     def serve(self, version: int, now: float) -> None:
         """The replica began to serve it."""
-        self._served_at.setdefault(version, now)
+        if self._every > 0:
+            self._served_at.setdefault(version, now)
 
     def open(self, lineage: Lineage, version: int, now: float) -> bool:
         """Whether the replica must go to the version or stay on it."""

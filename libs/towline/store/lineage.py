@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from towline.contract.entries import BaseEntry, LogEntry, OpenEntry, QuarantineEntry, VersionEntry
 from towline.errors import InvariantError, MissingError
@@ -19,7 +19,6 @@ class _Version:
     parent: int | None
     depth: int
     epoch: int | None
-    children: list[int] = field(default_factory=list)
 
 
 class Lineage:
@@ -78,7 +77,6 @@ class Lineage:
                 self._line = None
             elif isinstance(entry, VersionEntry):
                 self._versions[entry.number] = _Version(entry.base, entry.depth, entry.epoch)
-                self._versions[entry.base].children.append(entry.number)
                 self._epochs[entry.epoch] = (self._epochs[entry.epoch][0], entry.number)
                 if self._line is not None and self._line[-1][1] == entry.base:
                     self._line.append((entry.depth, entry.number))
@@ -197,11 +195,10 @@ class Lineage:
             raise _broken(entry, f"its base {base} is quarantined")
 
     def _quarantine(self, version: int) -> None:
-        pending = [version]
-        while pending:
-            found = pending.pop()
-            self._bad.add(found)
-            pending.extend(self._versions[found].children)
+        self._bad.add(version)
+        for number, found in self._versions.items():  # in their order: whatever stands on another comes after it
+            if found.parent in self._bad:
+                self._bad.add(number)
 
     def _current_line(self) -> list[tuple[int, int]]:
         if self._line is None:

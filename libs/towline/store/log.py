@@ -15,6 +15,7 @@ import msgspec
 from towline.contract.entries import LogEntry, OpenEntry, VersionEntry, decode_entry, encode_entry, entry_digest
 from towline.errors import CorruptError, InvariantError, MissingError
 from towline.store import keys, packs
+from towline.store.kept import KeptEntries
 from towline.store.lineage import Lineage
 from towline.store.objects import ObjectStore, settle
 
@@ -22,7 +23,7 @@ _READERS = 16
 
 
 _HINTED_ANCHORS = 4
-_RAW_ENTRIES = 2 * packs.ENTRIES
+_DIGEST_BYTES = 32
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -39,13 +40,13 @@ class Log:
         self.run = run
         self.lineage = Lineage()
         self._objects = objects
-        self._entries: list[LogEntry] = []
-        self._digests: list[str] = []
+        self._entries = KeptEntries()
+        self._new: list[LogEntry] = []
+        """Taken since the last `refresh` began."""
+        self._digests = bytearray()
         self._write_ids: dict[str, int] = {}
         self._packs = 0
         """That are known to be there."""
-        self._raw: dict[int, bytes] = {}
-        """The newest entries as they are stored, for a pack of them."""
         self._lock = threading.RLock()
         self._state = threading.Lock()  # held for moments, never over a request: who finds an entry finds it in the lineage
 
@@ -57,7 +58,7 @@ class Log:
     @property
     def head_digest(self) -> str | None:
         """`prev` of the next entry; None while the LOG is empty."""
-        return self._digests[-1] if self._digests else None
+        return self._digest(len(self._entries) - 1) if self._digests else None
 
     def entry(self, number: int) -> LogEntry:
         """`MissingError` if it isn't there, or wasn't at the last `refresh`."""
@@ -76,11 +77,11 @@ class Log:
         """sha256 of the entry's bytes."""
         with self._state:
             self._known(number)
-            return self._digests[number]
+            return self._digest(number)
 
     def entries(self) -> list[LogEntry]:
         with self._state:
-            return list(self._entries)
+            return self._entries.all()
 
     def find(self, write_id: str) -> LogEntry | None:
         """The entry with this WRITE_ID."""
@@ -94,12 +95,13 @@ class Log:
         `CorruptError` where an entry isn't what the next one or a reader is told; `InvariantError` where it breaks a rule.
         """
         with self._lock:
-            start = len(self._entries)
-            if not start:
+            self._new = []
+            if not len(self._entries):
                 self._take_hinted()
             while (data := self._get(len(self._entries))) is not None:
                 self._take(data)
-            return self._entries[start:]
+            new, self._new = self._new, []
+            return new
 
     def append(self, build: Callable[[Log], LogEntry]) -> LogEntry:
         """Create the entry that `build` makes for the LOG as it stands, and return it as it is stored.
@@ -180,12 +182,10 @@ class Log:
         places = range(number * packs.ENTRIES, (number + 1) * packs.ENTRIES)
         if places.stop > self.next_number:
             return
-        with ThreadPoolExecutor(_READERS, "towline-log") as pool:
-            found = list(pool.map(lambda place: self._raw.get(place) or self._get(place), places))
-        entries = [data for data in found if data is not None]
-        if len(entries) == packs.ENTRIES:
-            self._objects.create(keys.log_pack(self.run, number), packs.encode_pack(entries))
-            self._packs = number + 1
+        with self._state:
+            entries = [self._entries.stored(place) for place in places]
+        self._objects.create(keys.log_pack(self.run, number), packs.encode_pack(entries))
+        self._packs = number + 1
 
     def _get(self, number: int) -> bytes | None:
         try:
@@ -209,23 +209,25 @@ class Log:
         self._check_base_digest(entry)
         self.lineage.check(entry)
         with self._state:
-            self._entries.append(entry)
-            self._digests.append(entry_digest(data))
+            self._entries.append(entry, data)
+            self._digests += bytes.fromhex(entry_digest(data))
             self._write_ids[entry.write_id] = number
             self.lineage.extend(entry)
-        self._raw[number] = data
-        self._raw.pop(number - _RAW_ENTRIES, None)
+        self._new.append(entry)
 
     def _check_base_digest(self, entry: LogEntry) -> None:
         if not isinstance(entry, OpenEntry | VersionEntry):
             return
-        if not 0 <= entry.base < len(self._digests):
+        if not 0 <= entry.base < len(self._entries):
             raise InvariantError(f"run {self.run}: log entry {entry.number} has the base {entry.base}", code="log_rule")
-        if entry.base_digest != self._digests[entry.base]:
+        if entry.base_digest != self._digest(entry.base):
             raise CorruptError(
                 f"run {self.run}: log entry {entry.number} stands on another entry {entry.base} than the one that is stored",
                 code="log_chain",
             )
+
+    def _digest(self, number: int) -> str:
+        return self._digests[number * _DIGEST_BYTES : (number + 1) * _DIGEST_BYTES].hex()
 
     def _known(self, number: int) -> None:
         if not 0 <= number < len(self._entries):
