@@ -10,7 +10,7 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import nkeys
 
 from towline.access.credentials import new_seed
 from towline.access.nats import Permissions
+from towline.access.walls import Export, Import
 
 _HEADER = {"typ": "JWT", "alg": "ed25519-nkey"}
 _VERSION = 2
@@ -59,13 +60,39 @@ def operator_token(operator: Signer, system_account: str) -> str:
     return _token(operator, operator.public, "towline", {"type": "operator", "system_account": system_account})
 
 
-def account_token(operator: Signer, account: str, name: str, *, max_file_bytes: int | None = None, jetstream: bool = True) -> str:
-    """A tenant, named by its public key. `max_file_bytes`: what its streams may reserve."""
+def account_token(
+    operator: Signer,
+    account: str,
+    name: str,
+    *,
+    max_file_bytes: int | None = None,
+    jetstream: bool = True,
+    exports: Sequence[dict[str, Any]] = (),
+    imports: Sequence[dict[str, Any]] = (),
+) -> str:
+    """An account, named by its public key. `max_file_bytes`: what its streams may reserve. `exports`, `imports`: see `export`
+    and `wanted`; as they aren't tied to an importer, it's the operator who says by what it signs which account imports what."""
     disk = _NO_LIMIT if max_file_bytes is None else max_file_bytes
     everything = ("subs", "data", "payload", "imports", "exports", "conn", "leaf", "streams", "consumer")
     limits: dict[str, Any] = dict.fromkeys(everything, _NO_LIMIT) | {"wildcards": True}
     limits |= {"mem_storage": _NO_LIMIT, "disk_storage": disk} if jetstream else {"mem_storage": 0, "disk_storage": 0}
-    return _token(operator, account, name, {"type": "account", "limits": limits})
+    crossings = {name: list(found) for name, found in (("exports", exports), ("imports", imports)) if found}
+    return _token(operator, account, name, {"type": "account", "limits": limits} | crossings)
+
+
+def export(given: Export) -> dict[str, Any]:
+    """As an account's token has it; for any account of the operator's."""
+    many = {} if given.seconds is None else {"response_type": "Stream", "response_threshold": int(given.seconds * 1e9)}
+    return {"name": given.subject, "subject": given.subject, "type": _kind(stream=given.stream), **many}
+
+
+def wanted(wish: Import, account: str) -> dict[str, Any]:
+    """An import from `account`, a public key."""
+    return {"name": wish.subject, "subject": wish.subject, "account": account, "type": _kind(stream=wish.stream)}
+
+
+def _kind(*, stream: bool) -> str:
+    return "stream" if stream else "service"
 
 
 def user_token(account: Signer, user: str, name: str, granted: Permissions) -> str:
@@ -76,6 +103,17 @@ def user_token(account: Signer, user: str, name: str, granted: Permissions) -> s
         "sub": {"allow": list(granted.subscribe), "deny": list(granted.subscribe_deny)},
     }
     return _token(account, user, name, claims)
+
+
+def same_claims(one: str, other: str) -> bool:
+    """Whether two tokens say the same, but for when they were signed."""
+
+    def claims(token: str) -> dict[str, Any]:
+        part = token.split(".")[1]
+        body: dict[str, Any] = json.loads(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)))
+        return {name: value for name, value in body.items() if name not in ("iat", "jti")}
+
+    return claims(one) == claims(other)
 
 
 def credentials_text(token: str, seed: str) -> str:

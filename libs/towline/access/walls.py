@@ -63,7 +63,7 @@ def account_of(tenant: str, role: str) -> str:
 
 def walled(tenant: str, runs: Sequence[str]) -> list[Walled]:
     """The tenant's accounts; the first, which has the streams, has the tenant's name."""
-    granted = {role: _own(role, runs) for role in roles.ROLES}
+    granted = {role: walled_permissions(role, runs) for role in roles.ROLES}
     serving = _serving(runs)
     requests: dict[str, list[str]] = {ACCOUNT_INFO: list(roles.ROLES)}
     for role, one in granted.items():
@@ -97,7 +97,7 @@ def _of_role(
             exports.append(Export(subject, hearers, stream=True))
     if role == roles.WORKER:
         exports += [Export(subject, (tenant,), seconds=SERVE_SECONDS) for subject in serving]
-    imports = [Import(subject, tenant) for subject in _widest(subject for subject, who in requests.items() if role in who)]
+    imports = [Import(subject, tenant) for subject in widest(subject for subject, who in requests.items() if role in who)]
     for subject in (subject for subject in own.subscribe if subject not in serving):
         tellers = [other for other in _others(role) if subject in granted[other].publish]
         imports += [Import(subject, account_of(tenant, other), stream=True) for other in tellers]
@@ -108,7 +108,7 @@ def _others(role: str) -> list[str]:
     return [other for other in roles.ROLES if other != role]
 
 
-def _widest(subjects: Iterable[str]) -> list[str]:
+def widest(subjects: Iterable[str]) -> list[str]:
     """Those that no other one covers: what two imports match is sent twice."""
     every = sorted(subjects)
     return [one for one in every if not any(other != one and _covers(other, one) for other in every)]
@@ -125,7 +125,7 @@ def _covers(wide: str, narrow: str) -> bool:
     return len(tokens) == len(wanted)
 
 
-def _own(role: str, runs: Sequence[str]) -> Permissions:
+def walled_permissions(role: str, runs: Sequence[str]) -> Permissions:
     """The role's permissions, but that who answers another account's requests does so by the server's name for the asker."""
     plain = permissions(role, runs)
     answered = {subject for subject in plain.publish if subject.startswith("_INBOX.") and subject != f"{inbox(role)}.>"}

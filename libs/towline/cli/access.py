@@ -51,7 +51,7 @@ def nats(
         raise UsageError("--tls-cert and --tls-key go together, --tls-ca with both", code="access_tls")
     tls = Tls(tls_cert, tls_key, tls_ca, verify=bool(tls_ca)) if tls_cert else None
     if jwt:
-        config = write_tenant(out, account, runs, max_file_bytes=max_file_bytes, anew=rotate)
+        config = write_tenant(out, account, runs, max_file_bytes=max_file_bytes, anew=rotate, walls=walls)
         (out / "nats.conf").write_text(config + (tls_config(tls) if tls else ""))
         print(f"{out / 'nats.conf'}: the operator and all accounts in {out}; the server's configuration includes it")
         print(f"{out / account}/ROLE.creds: its users' tokens for {', '.join(runs)}; bus.keys_folder = {str(out / account)!r}")

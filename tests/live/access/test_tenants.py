@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from support.servers import running
+from support.waiting import until
 from towline.access import jwt
+from towline.access.identity import bus_as
 from towline.access.nats import permissions
 from towline.access.roles import ROLES
 from towline.access.tenants import write_tenant
 from towline.bus.client import Bus
 from towline.bus.topology import CONTROL
 from towline.config import BusSettings
-from towline.errors import MissingError, UsageError
+from towline.errors import MissingError, UnavailableError, UsageError
 from towline.local.servers import NatsServer
 
 RUN = "same"
 
 
-@pytest.fixture(scope="module")
-def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[NatsServer, Path]]:
+@pytest.fixture(scope="module", params=[False, True], ids=["one-account", "walls"])
+def tenants(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[NatsServer, Path]]:
     folder = tmp_path_factory.mktemp("tenants")
-    write_tenant(folder / "keys", "alpha", [RUN])
-    config = write_tenant(folder / "keys", "beta", [RUN], max_file_bytes=128 << 20)
+    write_tenant(folder / "keys", "alpha", [RUN], walls=request.param)
+    config = write_tenant(folder / "keys", "beta", [RUN], max_file_bytes=128 << 20, walls=request.param)
     for server in running(NatsServer(folder / "nats", authorization=config)):
         yield server, folder / "keys"
 
@@ -73,14 +77,57 @@ async def test_a_tenants_limit_holds(tenants: tuple[NatsServer, Path]) -> None:
     await init.close()
 
 
-async def test_a_run_is_added_without_touching_the_server(tenants: tuple[NatsServer, Path], run_name: str) -> None:
-    server, keys = tenants
-    config = write_tenant(keys, "alpha", [RUN, run_name])
-    assert re.findall(r"^  (A\w+):", config, re.MULTILINE)
-    settings = server.settings(BusSettings(keys_folder=str(keys / "alpha"), role="init", budget_bytes=64 << 20))
-    bus = await Bus.connect(settings, run=run_name, client_name="init")
-    await bus.ensure()
-    await bus.close()
+async def test_a_run_is_added_without_touching_the_server(tmp_path: Path, run_name: str) -> None:
+    config = write_tenant(tmp_path / "keys", "alpha", [RUN])
+    for server in running(NatsServer(tmp_path / "nats", authorization=config)):
+        assert write_tenant(tmp_path / "keys", "alpha", [RUN, run_name]).count("\n  A") == config.count("\n  A") == 2
+        settings = server.settings(BusSettings(keys_folder=str(tmp_path / "keys" / "alpha"), role="init", budget_bytes=64 << 20))
+        bus = await Bus.connect(settings, run=run_name, client_name="init")
+        await bus.ensure()
+        await bus.close()
+
+
+async def test_with_walls_a_run_is_added_by_a_reload_and_who_is_connected_stays(tmp_path: Path, run_name: str) -> None:
+    keys, users = tmp_path / "keys", tmp_path / "users.conf"
+    users.write_text(write_tenant(keys, "alpha", [RUN], walls=True))
+    for server in running(NatsServer(tmp_path / "nats", authorization='include "../users.conf"')):
+        init = await connected(server, keys / "alpha", "init")
+        await init.ensure()
+        users.write_text(write_tenant(keys, "alpha", [RUN, run_name], walls=True))
+        os.kill(server.pid or 0, signal.SIGHUP)
+        settings = server.settings(BusSettings(keys_folder=str(keys / "alpha"), budget_bytes=64 << 20))
+
+        async def makes(settings: BusSettings = settings) -> bool:
+            bus = await Bus.connect(bus_as(settings, "init"), run=run_name, client_name="init", patience_seconds=0.5)
+            try:
+                await bus.ensure()
+            except UnavailableError:  # the server hasn't read it yet
+                return False
+            finally:
+                await bus.close()
+            return True
+
+        await until(makes)
+        assert (await init.stream_state(CONTROL)).messages == 0
+        await init.close()
+
+
+async def test_from_one_account_to_walls_streams_stay_and_back(tmp_path: Path) -> None:
+    keys, users = tmp_path / "keys", tmp_path / "users.conf"
+    users.write_text(write_tenant(keys, "alpha", [RUN]))
+    for server in running(NatsServer(tmp_path / "nats", authorization='include "../users.conf"')):
+        init = await connected(server, keys / "alpha", "init")
+        await init.ensure()
+        buffer = await connected(server, keys / "alpha", "buffer")
+        await buffer.publish(buffer.topology.control("batch"), b"kept")
+        await init.close()
+        await buffer.close()
+        for walls in (True, False):
+            users.write_text(write_tenant(keys, "alpha", [RUN], walls=walls))
+            server.restart()
+            viewer = await connected(server, keys / "alpha", "viewer")
+            assert (await viewer.get(CONTROL, 1)).data == b"kept"
+            await viewer.close()
 
 
 async def test_a_token_of_another_authority_is_refused(tenants: tuple[NatsServer, Path], tmp_path: Path) -> None:

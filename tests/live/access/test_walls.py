@@ -24,6 +24,7 @@ from towline.access.credentials import bus_users
 from towline.access.init import prepare_bus
 from towline.access.nats_config import Account, users_config
 from towline.access.roles import ROLES
+from towline.access.tenants import write_tenant
 from towline.bus.client import Bus
 from towline.bus.topology import CONTROL
 from towline.bus.wire import Unsettled
@@ -37,7 +38,7 @@ Picture = dict[str, tuple[int, int, int, dict[str, Any]]]
 
 
 def bus_of(server: NatsServer, role: str) -> BusSettings:
-    keys = str(server.folder.parent / "keys")
+    keys = str(server.folder.parent / "tenant")
     return server.settings(BusSettings(keys_folder=keys, role=role, budget_bytes=64 << 20))
 
 
@@ -51,25 +52,21 @@ async def raw(server: NatsServer, role: str) -> Client:
     async def ignore(error: Exception) -> None:
         pass
 
-    seed = (server.folder.parent / "keys" / f"{role}.nk").read_text()
-    return await nats.connect(server.url, nkeys_seed_str=seed, inbox_prefix=f"_INBOX.{role}", error_cb=ignore)
+    mine = server.folder.parent / "tenant" / f"{role}.nk"
+    known = {"nkeys_seed_str": mine.read_text()} if mine.is_file() else {"user_credentials": str(mine.with_suffix(".creds"))}
+    return await nats.connect(server.url, inbox_prefix=f"_INBOX.{role}", error_cb=ignore, **known)
 
 
 def picture(server: NatsServer) -> Picture:
     """Every stream that the server has: first and last sequence, messages, and the consumers that aren't a thief's."""
     url = f"http://127.0.0.1:{server.state['ports']['monitor']}/jsz?accounts=true&streams=true&consumers=true&config=true"
     found: Picture = {}
-    for account in httpx.get(url, trust_env=False).raise_for_status().json()["account_details"]:
+    for account in httpx.get(url, trust_env=False).raise_for_status().json().get("account_details") or []:
         for stream in account.get("stream_detail") or []:
             consumers = {c["name"]: c["config"] for c in stream.get("consumer_detail") or [] if not c["name"].startswith(THIEF)}
             state = stream["state"]
             found[stream["name"]] = state["first_seq"], state["last_seq"], state["messages"], consumers
     return found
-
-
-def server_at(folder: Path, *, walls: bool) -> Iterator[NatsServer]:
-    users = users_config([Account("tenant", [RUN], bus_users(folder / "keys", ROLES), walls=walls)])
-    yield from running(NatsServer(folder / "nats", authorization=users))
 
 
 async def begun(server: NatsServer) -> None:
@@ -91,9 +88,14 @@ async def begun(server: NatsServer) -> None:
     await worker.close()
 
 
-@pytest.fixture(scope="module")
-def walled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    yield from server_at(tmp_path_factory.mktemp("walled"), walls=True)
+@pytest.fixture(scope="module", params=["nkeys", "tokens"])
+def walled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    folder = tmp_path_factory.mktemp("walled")
+    if request.param == "tokens":
+        users = write_tenant(folder, "tenant", [RUN], walls=True)
+    else:
+        users = users_config([Account("tenant", [RUN], bus_users(folder / "tenant", ROLES), walls=True)])
+    yield from running(NatsServer(folder / "nats", authorization=users))
 
 
 @pytest.fixture
@@ -106,7 +108,8 @@ async def run(walled: NatsServer) -> NatsServer:
 @pytest.fixture
 def shared(tmp_path: Path) -> Iterator[NatsServer]:
     """With one account for all roles."""
-    yield from server_at(tmp_path, walls=False)
+    users = users_config([Account("tenant", [RUN], bus_users(tmp_path / "tenant", ROLES))])
+    yield from running(NatsServer(tmp_path / "nats", authorization=users))
 
 
 def forbidden(role: str) -> list[str]:
