@@ -108,7 +108,7 @@ test-access: setup
 	@$(BIN)/pytest --quiet -m slow tests/live/access tests/live/docs
 
 test-sites: setup
-	@$(BIN)/pytest --quiet -s -m "slow or not slow" tests/live/sites
+	@$(BIN)/pytest --quiet -s -m "slow or not slow" tests/live/sites tests/manifests/test_sites.py
 
 test-gateway: setup
 	@$(BIN)/pytest --quiet -m slow tests/live/gateway

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import shutil
 import socket
@@ -90,6 +91,14 @@ class BusPods:
             for process in processes:
                 await process.wait()
 
+    async def leaf_connections(self) -> list[str]:
+        """The accounts of those that have joined its servers."""
+        found = []
+        for address in self.addresses:
+            page = await asyncio.to_thread(_page, self.machine.url("http", address, 8222) + "/leafz")
+            found += [one["account"] for one in json.loads(page).get("leafs") or []]
+        return found
+
     @property
     def _container(self) -> Resource:
         (container,) = self.workload["spec"]["template"]["spec"]["containers"]
@@ -153,9 +162,14 @@ class BusPods:
         return text
 
 
+def _page(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        return bytes(answer.read())
+
+
 def _well(url: str) -> bool:
     with contextlib.suppress(OSError):
-        return bool(urllib.request.urlopen(url, timeout=2).status == 200)
+        return bool(_page(url))
     return False
 
 

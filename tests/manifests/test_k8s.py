@@ -176,17 +176,38 @@ def test_pods_of_a_kind_stand_on_several_nodes_and_dont_wait_for_a_dead_one(over
                 assert seconds[gone] == 30, name
 
 
-@pytest.mark.parametrize("overlay", ["prod", "home"])
-def test_a_standby_is_well_and_two_never_start_at_once(overlay: str) -> None:
+@pytest.mark.parametrize("overlay", HOME)
+def test_what_holds_a_lease_stops_before_the_next_starts_and_a_standby_is_well(overlay: str) -> None:
     for name in LEASED:
         spec = of_kind(folder(overlay), "Deployment")[name]["spec"]
         (container,) = spec["template"]["spec"]["containers"]
-        assert spec["replicas"] == 2
-        assert spec["strategy"] == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
-        assert container["readinessProbe"]["exec"]["command"][-1] == "/healthz", "else its rollout would never end"
-    for name in LEASED:
-        spec = of_kind(folder("dev"), "Deployment")[name]["spec"]
-        assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+        assert spec["strategy"] == {"type": "Recreate"}, "an old standby would lead between two versions"
+        assert spec["replicas"] == (1 if overlay == "dev" else 2)
+        probe = container["readinessProbe"]["exec"]["command"][-1]
+        assert probe == ("/readyz" if overlay == "dev" else "/healthz"), "a standby is never ready: its rollout would never end"
+
+
+def test_a_pod_has_the_gpus_that_its_process_counts_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for overlay in ("prod", "home", "site-b", "near"):
+        toml = tmp_path / "run.toml"
+        toml.write_text(config_map(folder(overlay), "towline-run")["run.toml"])
+        for name, spec in pod_specs(folder(overlay)):
+            (container,) = spec["containers"]
+            found = container["resources"].get("limits", {}).get("nvidia.com/gpu", "0")
+            with monkeypatch.context() as patched:
+                patched.setattr(sys, "path", list(sys.path))
+                for one in container.get("env", []):
+                    if one["name"].startswith("TOWLINE_") and "value" in one:
+                        patched.setenv(one["name"], one["value"])
+                settings = load_settings(toml)
+            wanted = {"trainer": settings.trainer.ranks, "rollout-worker": settings.rollout.arguments.get("tp", 1)}.get(name, 0)
+            assert int(found) == wanted, name
+            if name == "trainer":
+                assert (settings.trainer.backend, settings.trainer.device) == ("megatron", "cuda")
+            if name == "rollout-worker":
+                assert (settings.rollout.engine, settings.rollout.device) == ("sglang", "cuda")
+            shared = {volume["name"] for volume in spec["volumes"] if volume.get("emptyDir", {}).get("medium") == "Memory"}
+            assert ("shm" in shared) == (wanted > 0), "ranks and engines share more memory than a container has"
 
 
 @pytest.mark.parametrize("overlay", ["prod", "home", "site-b", "near"])

@@ -87,6 +87,12 @@ async def test_what_other_clusters_generate_stands_at_home_and_they_may_no_more_
     three = clusters
     assert three.settings(three.site).site in three.settings(three.home).sites
     async with three.home.running(), three.site.running(), three.near.running():
+
+        async def joined() -> bool:
+            return len(await three.home.leaf_connections()) == len(three.site.addresses) + len(three.near.addresses)
+
+        await until(joined, 60)
+        assert set(await three.home.leaf_connections()) == {"towline"}
         await three.prepare(three.site, three.home)  # a source looks for the other side once, and then ten seconds later
         async with (
             three.connected(three.home, "viewer") as reader,
