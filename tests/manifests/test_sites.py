@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
 import sys
 import tomllib
+from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from live.sites.pair import settings_of
 from manifests import secrets
-from manifests.pods import BusPods, Machine
+from manifests.pods import BINARIES, BusPods, Machine
 from manifests.rendered import FOLDER, config_map, of_kind, pod_specs
 from support.waiting import until
-from towline.access.identity import bus_as, store_as
-from towline.access.init import prepare_bus
+from towline.access.identity import as_role, store_as
 from towline.access.roles import ROLES
 from towline.bus.client import Bus
 from towline.bus.topology import BUCKETS, CONTROL, DEAD, OUTCOME, PARTIAL, POLICY, TRAJECTORY, Topology
+from towline.cli.sites import sites
 from towline.config import BusSettings, load_settings
 from towline.contract.task import TRAIN
 from towline.errors import UsageError
@@ -44,34 +45,41 @@ class Clusters:
         self.site = BusPods(machine, "overlays/site-b", 1, secrets.made(folder, "site", secrets.SITE_BLOCK, leaf=door))
         self.near = BusPods(machine, "overlays/near", 2, secrets.made(folder, "near", secrets.NEAR_BLOCK, leaf=door))
 
-    def settings(self, pods: BusPods) -> BusSettings:
-        """As the pods' environment says, but for the server's address and where the role's files lie."""
-        given: dict[str, Any] = {
-            name.removeprefix("TOWLINE_BUS__").lower(): tomllib.loads(f"it = {value}")["it"] if value[0] in '["123' else value
-            for name, value in config_map(pods.overlay, "towline-environment").items()
-            if name.startswith("TOWLINE_BUS__")
+    def environment(self, pods: BusPods, role: str) -> dict[str, str]:
+        """The role's container's, but for addresses and where its Secret lies. Who has none there comes from home's keys."""
+        keys = pods.secrets.get(f"towline-{role}", self.folder / "keys")
+        return config_map(pods.overlay, "towline-environment") | {
+            "TOWLINE_BUS__URL": pods.url,
+            "TOWLINE_BUS__KEYS_FOLDER": str(keys),
+            "TOWLINE_BUS__TLS_CA": str(keys / "ca.crt"),
+            "TOWLINE_BUS__BUDGET_BYTES": str(64 << 20),
+            "TOWLINE_STORE__URL": (self.folder / f"store-{pods.cluster}").as_uri(),
         }
-        here = {"url": pods.url, "keys_folder": str(self.folder / "keys"), "tls_ca": str(self.folder / "keys/ca.crt")}
-        return BusSettings.model_validate(given | here | {"budget_bytes": 64 << 20})
 
-    async def prepare(self, *clusters: BusPods) -> None:
+    async def init(self, pods: BusPods) -> None:
         """As the Job does: started again where it failed, since three servers that are up don't know of each other at once."""
-        for pods in clusters:
+        toml = self.folder / "run.toml"
+        toml.write_text(config_map(pods.overlay, "towline-run")["run.toml"])
+        (container,) = dict(pod_specs(pods.overlay))["init"]["containers"]
+        command = [BINARIES / "towline", *(str(toml) if one == "/config/run.toml" else one for one in container["args"])]
+        environment = os.environ | self.environment(pods, "init")
 
-            async def made(at: BusPods = pods) -> bool:
-                try:
-                    await prepare_bus(settings_of(RUN, self.settings(at)))
-                except UsageError as error:
-                    if "no suitable peers" not in error.message:
-                        raise
-                    return False
-                return True
+        async def done() -> bool:
+            job = await asyncio.create_subprocess_exec(*command, env=environment, stdout=PIPE, stderr=STDOUT)
+            told, _ = await job.communicate()
+            assert job.returncode == 0 or b"no suitable peers" in told, told.decode()
+            return job.returncode == 0
 
-            await until(made, 60)
+        await until(done, 60)
 
     @asynccontextmanager
     async def connected(self, pods: BusPods, role: str) -> AsyncIterator[Bus]:
-        bus = await Bus.connect(bus_as(self.settings(pods), role), run=RUN, client_name=role, patience_seconds=30)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(sys, "path", list(sys.path))
+            for name, value in self.environment(pods, role).items():
+                patched.setenv(name, value)
+            settings = as_role(load_settings(self.folder / "run.toml"), role)
+        bus = await Bus.connect(settings.bus, run=settings.run.name, client_name=role, patience_seconds=30)
         try:
             yield bus
         finally:
@@ -85,7 +93,6 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Clusters:
 
 async def test_what_other_clusters_generate_stands_at_home_and_they_may_no_more_than_at_home(clusters: Clusters) -> None:
     three = clusters
-    assert three.settings(three.site).site in three.settings(three.home).sites
     async with three.home.running(), three.site.running(), three.near.running():
 
         async def joined() -> bool:
@@ -93,7 +100,8 @@ async def test_what_other_clusters_generate_stands_at_home_and_they_may_no_more_
 
         await until(joined, 60)
         assert set(await three.home.leaf_connections()) == {"towline"}
-        await three.prepare(three.site, three.home)  # a source looks for the other side once, and then ten seconds later
+        for pods in (three.site, three.home):  # a source looks for the other side once, and then ten seconds later
+            await three.init(pods)
         async with (
             three.connected(three.home, "viewer") as reader,
             three.connected(three.site, "rollout-worker") as far,
@@ -121,13 +129,14 @@ async def test_what_other_clusters_generate_stands_at_home_and_they_may_no_more_
 async def test_a_site_gets_the_tasks_that_are_for_it(clusters: Clusters) -> None:
     """The site's mirror asks again after 10, 20, 30 s where it found nobody at first."""
     async with clusters.home.running(), clusters.site.running():
-        await clusters.prepare(clusters.home, clusters.site)
+        for pods in (clusters.home, clusters.site):
+            await clusters.init(pods)
         async with (
             clusters.connected(clusters.home, "buffer") as buffer,
             clusters.connected(clusters.site, "rollout-worker") as far,
         ):
             await buffer.publish(buffer.topology.task(TRAIN), b"home's")
-            await buffer.publish(buffer.topology.task(TRAIN, site=clusters.settings(clusters.site).site), b"the site's")
+            await buffer.publish(buffer.topology.task(TRAIN, site=far.topology.site), b"the site's")
             lane = await far.consumer(far.topology.lane_consumer(TRAIN, 4))
             got: list[bytes] = []
 
@@ -260,6 +269,13 @@ def test_a_site_mirrors_homes_versions_into_the_store_that_its_workers_read(
     operator = (keys / "operator.s3-access").read_text()
     assert operator == (clusters.folder / "keys-b/operator.s3-access").read_text()
     assert operator != (clusters.folder / "keys/operator.s3-access").read_text()
+
+
+def test_a_door_with_half_a_certificate_is_refused(tmp_path: Path) -> None:
+    for half in ({"tls_cert": "/tls.crt"}, {"tls_key": "/tls.key"}):
+        with pytest.raises(UsageError, match="go together"):
+            sites(["one"], ["b"], "tls://home:7422", tmp_path, **half)
+    assert not list(tmp_path.iterdir())
 
 
 def test_replicas_have_their_sites_name_in_theirs() -> None:
