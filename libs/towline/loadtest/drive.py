@@ -56,6 +56,7 @@ class Drive:
         self._directory = RunDirectory(folder.absolute() / run)
         self._began = time.time()
         self._events: list[tuple[float, str]] = []
+        self._said, self._depth = (0.0, 0.0), 0.0
 
     async def run(self) -> Result:
         """`TowlineError` where the run couldn't be carried through; what it found is judged by the caller."""
@@ -244,10 +245,15 @@ class Drive:
         return found | {server.name: server.pid for server in self._daemons if server.pid is not None}
 
     def _line(self, row: dict[str, float], settings: Settings) -> str:
+        """The depth is the furthest that a trainer told: one just started again has told none. Rate: since the last line."""
+        seconds, samples = time.time() - self._began, row.get("trajectory.messages", self._said[1])
+        rate = max(samples - self._said[1], 0.0) / max(seconds - self._said[0], 1e-9)
+        self._said = (seconds, samples)
+        self._depth = max(self._depth, row.get("trainer.depth", 0.0))
         return (
-            f"{time.time() - self._began:5.0f} s  depth {row.get('trainer.depth', 0):.0f}/{settings.run.steps}"
+            f"{seconds:5.0f} s  depth {self._depth:.0f}/{settings.run.steps}"
             f"  serving {row.get('workers.serving', 0):.0f}/{self._scenario.load.workers}"
-            f"  trajectories {row.get('trajectory.messages', 0):.0f}"
+            f"  trajectories {samples:.0f}, {rate:.0f}/s"
             f"  tasks waiting {row.get('tasks.waiting', 0):.0f}, in hand {row.get('tasks.in_hand', 0):.0f}"
         )
 

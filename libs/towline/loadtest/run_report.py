@@ -18,8 +18,10 @@ HOP_NAMES = {
     "task_to_pulled": "task to worker", "generate": "generate", "finished_to_durable": "finished to durable",
     "durable_to_scored": "durable to scored", "scored_to_batched": "scored to batched", "task_to_batched": "task to batched",
 }  # fmt: skip
-DEPTHS = {"tasks.waiting": "tasks waiting", "tasks.in_hand": "tasks in hand",
-          "rewards.waiting": "samples waiting for reward", "rewards.in_hand": "in reward's hand"}  # fmt: skip
+DEPTHS = {
+    "tasks.waiting": "tasks: waiting", "tasks.in_hand": "tasks: in hand",
+    "rewards.waiting": "reward: waiting", "rewards.in_hand": "reward: in hand",
+}  # fmt: skip
 FLEET = {"workers.serving": "workers that serve", "workers.busy": "slots that are busy"}
 FLOW = ("admitted", "durable", "scored", "trained", "failed")
 EVENTS_TOLD = 12

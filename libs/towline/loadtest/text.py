@@ -77,12 +77,17 @@ def summary(results: Sequence[Result]) -> list[str]:
     for count in counts if len(counts) > 1 else []:
         some = [result for result in results if int(result.load["workers"]) == count]
         lines.append(
-            f"  {count:>6} workers: {value(some, 'samples_per_second') or 0:,.4g} samples/s, "
-            f"{value(some, 'goodput_tokens_per_second') or 0:,.5g} trained tokens/s"
+            f"  {count:>6} workers: {_short(value(some, 'samples_per_second') or 0.0)} samples/s, "
+            f"{_short(value(some, 'goodput_tokens_per_second') or 0.0)} trained tokens/s"
         )
-    lines += [f"  {label:<46} {number:,.4g}" for label, number in rows(largest(results))]
+    lines += [f"  {label:<46} {_short(number)}" for label, number in rows(largest(results))]
     if "audit.violations" in first.metrics:
         violations = sum(len(result.violations) for result in results)
         checked = sum(result.metrics["audit.rows_checked"] for result in results)
         lines.append(f"  {'audit':<46} {'clean' if not violations else f'{violations} violations'}, {checked:,.0f} rows read")
     return lines
+
+
+def _short(number: float) -> str:
+    """Four digits, and no powers of ten."""
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.4g}"

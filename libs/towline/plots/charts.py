@@ -6,6 +6,7 @@ Each function gives one <svg> element. Series are drawn in the order given, in c
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ WIDTH, HEIGHT = 5.4, 2.7
 """Inches, at 72 pixels each; the page scales them. So wide that the text is still read where a phone shows it."""
 LEGEND_CHARACTERS = 60
 """That a line of the legend holds."""
+LEGEND_LINE = 0.19
+"""Inches, by which a chart is higher for each further line of its legend."""
 PLAIN_TICKS = 2.0
 """Decades: a shorter logarithmic axis has numbers at 2 and 5 too."""
 
@@ -220,8 +223,9 @@ def _svg(figure: Any, axes: Any, *, legend: bool) -> str:
         if legend and axes.get_legend_handles_labels()[0]:
             handles, labels = axes.get_legend_handles_labels()
             # Above the curves, never on them; a column takes a line's mark and the longest name.
-            columns = max(LEGEND_CHARACTERS // (max(map(len, labels)) + 6), 1)
-            figure.legend(handles, labels, loc="outside upper left", ncols=min(columns, len(labels)), borderaxespad=0.1,
+            columns = min(max(LEGEND_CHARACTERS // (max(map(len, labels)) + 6), 1), len(labels))
+            figure.set_figheight(figure.get_figheight() + LEGEND_LINE * (math.ceil(len(labels) / columns) - 1))
+            figure.legend(handles, labels, loc="outside upper left", ncols=columns, borderaxespad=0.1,
                           handlelength=1.6, columnspacing=1.4)  # fmt: skip
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
