@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from towline.bus.client import Bus
 from towline.bus.topology import CONTROL
 from towline.bus.wire import Unsettled
 from towline.config import BusSettings, Settings
+from towline.errors import UnavailableError, UsageError
 from towline.local.servers import NatsServer
 
 THIEF = "thief"
@@ -88,7 +91,7 @@ async def begun(server: NatsServer) -> None:
     await worker.close()
 
 
-@pytest.fixture(scope="module", params=["nkeys", "tokens"])
+@pytest.fixture(scope="module", params=["nkeys", pytest.param("tokens", marks=pytest.mark.slow)])
 def walled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     folder = tmp_path_factory.mktemp("walled")
     if request.param == "tokens":
@@ -214,6 +217,37 @@ async def test_without_walls_such_a_consumer_tells_a_trainer_what_no_publisher_s
     await until(lambda: bool(heard))
     await thief.close()
     await trainer.close()
+
+
+async def test_a_run_is_added_by_a_reload_and_who_is_connected_stays(tmp_path: Path, run_name: str) -> None:
+    keys, users = tmp_path / "tenant", tmp_path / "users.conf"
+
+    def write(*runs: str) -> None:
+        users.write_text(users_config([Account("tenant", runs, bus_users(keys, ROLES), walls=True)]))
+
+    write(RUN)
+    for server in running(NatsServer(tmp_path / "nats", authorization='include "../users.conf"')):
+        await begun(server)
+        worker, own = await connected(server, WORKER), bus_of(server, INIT)
+        lost: list[bool] = []
+        worker.connection.on_change(lambda lost=lost: lost.append(True))
+        write(RUN, run_name)
+        os.kill(server.pid or 0, signal.SIGHUP)
+
+        async def makes(own: BusSettings = own) -> bool:
+            bus = await Bus.connect(own, run=run_name, client_name="init", patience_seconds=0.5)
+            try:
+                await bus.ensure()
+            except (UsageError, UnavailableError):  # the server hasn't read it yet
+                return False
+            finally:
+                await bus.close()
+            return True
+
+        await until(makes)
+        assert await worker.publish(worker.topology.trajectory(2, 0), b"another") == 2
+        assert not lost
+        await worker.close()
 
 
 async def test_who_asks_for_one_task_is_given_one_and_acks_it(run: NatsServer) -> None:
