@@ -6,13 +6,16 @@ import asyncio
 import os
 import re
 import sys
+import textwrap
 import tomllib
 from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+import yaml
 
 from manifests import secrets
 from manifests.pods import BINARIES, BusPods, Machine
@@ -269,6 +272,18 @@ def test_a_site_mirrors_homes_versions_into_the_store_that_its_workers_read(
     operator = (keys / "operator.s3-access").read_text()
     assert operator == (clusters.folder / "keys-b/operator.s3-access").read_text()
     assert operator != (clusters.folder / "keys/operator.s3-access").read_text()
+
+
+def test_the_readmes_certificate_has_every_name_that_a_server_is_called_by() -> None:
+    certificate = yaml.safe_load(textwrap.dedent(secrets.block("kind: Certificate")))["spec"]
+    for overlay, bus in (("home", "nats"), ("site-b", "nats"), ("near", "nats-leaf")):
+        url = config_map(f"overlays/{overlay}", "towline-environment")["TOWLINE_BUS__URL"]
+        routes = re.findall(r'"tls://([\w.-]+):6222"', config_map(f"overlays/{overlay}", bus)["nats.conf"])
+        assert len(routes) == (0 if overlay == "near" else 3)
+        for name in [url.removeprefix("tls://").rpartition(":")[0], *routes]:
+            assert any(fnmatch(name, pattern) for pattern in certificate["dnsNames"]), name
+        assert certificate["secretName"] in str(dict(pod_specs(f"overlays/{overlay}"))["nats"]["volumes"])
+    assert {"server auth", "client auth"} <= set(certificate["usages"]), "routes are verified on both sides"
 
 
 def test_a_door_with_half_a_certificate_is_refused(tmp_path: Path) -> None:
