@@ -11,6 +11,7 @@ import json
 import os
 import struct
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -124,15 +125,25 @@ async def consume(plan: Plan, sink: Sink) -> dict[str, Any]:
 
 
 async def main(plan: Plan, made: Source | Sink) -> dict[str, Any]:
+    go = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    threading.Thread(target=_listen, args=(lambda: loop.call_soon_threadsafe(go.set),), daemon=True).start()
     await made.open()
     print("ready", flush=True)
-    await asyncio.to_thread(sys.stdin.readline)  # the other ends are ready too
+    await go.wait()  # the other ends are ready too
     run: Callable[[Plan, Any], Awaitable[dict[str, Any]]] = produce if plan.role == "produce" else consume
     before = time.process_time()
     try:
         return await run(plan, made) | {"cpu_seconds": time.process_time() - before}
     finally:
         await made.close()
+
+
+def _listen(go: Callable[[], object]) -> None:
+    """Call `go` at a line of standard input. At its end whoever started this process is gone, killed perhaps: end with it."""
+    while sys.stdin.readline():
+        go()
+    os._exit(1)
 
 
 def as_program(source_of: Callable[[Plan], Source], sink_of: Callable[[Plan], Sink]) -> None:

@@ -25,6 +25,7 @@ from towline.config import BusSettings, StoreSettings
 from towline.errors import UnavailableError
 from towline.loadtest.clients import Plan as ClientPlan
 from towline.loadtest.ends import Plan, intended
+from towline.loadtest.guard import NATS, S3, guarded
 from towline.loadtest.result import Result, new_result
 from towline.loadtest.scenario import Scenario
 from towline.local.servers import NatsServer, S3Server
@@ -168,20 +169,21 @@ class Transport:
     @asynccontextmanager
     async def _served(self) -> AsyncIterator[tuple[BusSettings, StoreSettings]]:
         given = self._scenario.settings
-        nats_server = None if given.bus.url else NatsServer(self._folder / "nats")
+        nats_server = None if given.bus.url else NatsServer(self._folder / NATS)
         large = max(self._scenario.load.payload_bytes) > LARGE_BYTES
-        s3_server = S3Server(self._folder / "s3") if large and not given.store.url else None
+        s3_server = S3Server(self._folder / S3) if large and not given.store.url else None
         servers = [server for server in (nats_server, s3_server) if server is not None]
-        try:
-            await asyncio.gather(*[asyncio.to_thread(server.start) for server in servers])
-            bus = nats_server.settings(given.bus) if nats_server else given.bus
-            store = s3_server.settings(given.store) if s3_server else given.store
-            if not store.url:  # nothing is large enough to go there
-                store = store.model_copy(update={"url": (self._folder.absolute() / "store").as_uri()})
-            await self._prepare(bus)
-            yield bus, store
-        finally:
-            await asyncio.gather(*[asyncio.to_thread(server.stop) for server in servers], return_exceptions=True)
+        with guarded(self._folder):
+            try:
+                await asyncio.gather(*[asyncio.to_thread(server.start) for server in servers])
+                bus = nats_server.settings(given.bus) if nats_server else given.bus
+                store = s3_server.settings(given.store) if s3_server else given.store
+                if not store.url:  # nothing is large enough to go there
+                    store = store.model_copy(update={"url": (self._folder.absolute() / "store").as_uri()})
+                await self._prepare(bus)
+                yield bus, store
+            finally:
+                await asyncio.gather(*[asyncio.to_thread(server.stop) for server in servers], return_exceptions=True)
 
     async def _prepare(self, settings: BusSettings) -> None:
         bus = await Bus.connect(settings, run=self._run, client_name="hop")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from support.waiting import until
 from towline.loadtest.result import read_result
 
 RUN = """
@@ -49,6 +52,8 @@ window = 16
 messages = 200
 rounds = 1
 """
+PROGRAMS = ("loadtest.ends", "loadtest.guard", "nats-server.conf")
+"""What a hop starts, by what stands in the command line."""
 
 
 def loadtest(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
@@ -79,6 +84,43 @@ def test_a_run_under_load_is_audited_and_a_threshold_that_isnt_kept_fails_it(tmp
     assert "Not kept: weights.replicas_acknowledged = 6" in report
     left = [process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(process.info["cmdline"] or [])]
     assert left == [], "nothing is left running"
+
+
+async def test_a_hop_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    scenario = tmp_path / "scenario.toml"
+    scenario.write_text(HOP.replace("messages = 200", "messages = 500000"))
+    command = [sys.executable, "-m", "towline.cli.main", "loadtest", str(scenario), "-o", str(tmp_path / "out")]
+    hop = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL)
+    started: dict[str, psutil.Process] = {}
+
+    def all_started() -> bool:
+        for process in [*psutil.Process(hop.pid).children(recursive=True), *servers_in(tmp_path)]:
+            with contextlib.suppress(psutil.Error):
+                text = " ".join(process.cmdline())
+                started.update({name: process for name in PROGRAMS if name in text})
+        return len(started) == len(PROGRAMS)
+
+    await until(all_started, 120)
+    hop.kill()
+    await hop.wait()
+    await until(lambda: not any(map(is_alive, started.values())))
+    await until(lambda: servers_in(tmp_path) == [])
+
+
+def servers_in(folder: Path) -> list[psutil.Process]:
+    """Servers whose configuration lies there."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if any(part.startswith(f"{folder}/") for part in process.info["cmdline"] or []) and "-c" in process.info["cmdline"]
+    ]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_hop_is_measured_beside_nats_py_and_every_message_arrives_once(tmp_path: Path) -> None:
