@@ -29,7 +29,7 @@ if words[:3] == ["create", "secret", "generic"]:
             (folder / (key or Path(value).name)).write_bytes(Path(value).read_bytes())
         else:
             sys.exit(f"unknown: {{word}}")
-elif words[:1] not in (["apply"], ["config"]):
+elif words[:1] not in (["apply"], ["config"], ["delete"]):
     sys.exit(f"unknown: {{words}}")
 """
 

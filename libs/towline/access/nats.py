@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from towline.access import roles
+from towline.bus.sites import GATHERED, KEPT_SMALL, MIRRORED, domain_api, stream_of, sync_name
 from towline.bus.topology import (
     ACKS,
     BUCKETS,
@@ -52,12 +53,12 @@ def inbox(role: str) -> str:
     return f"_INBOX.{roles.checked(role)}"
 
 
-def permissions(role: str, runs: Sequence[str]) -> Permissions:
-    """The role's permissions in these runs, which share an account."""
+def permissions(role: str, runs: Sequence[str], sites: Sequence[str] = ()) -> Permissions:
+    """The role's permissions in these runs, which share an account, and have these sites (bus/sites.py)."""
     roles.checked(role)
     if not runs:
         raise UsageError("name at least one run", code="run_missing")
-    grants = [_Grants(role, Topology(run)) for run in runs]
+    grants = [_Grants(role, Topology(run, sites=tuple(sites))) for run in runs]
     for one in grants:
         _GIVE[role](one)
     return Permissions(
@@ -163,6 +164,24 @@ class _Grants:
             self._api("STREAM.CREATE", name)
             self._api("STREAM.UPDATE", name)
         self.tend(*shared_consumers(self.topology))
+        for spec in (*MIRRORED, *GATHERED):
+            for site in self.topology.sites:
+                self.manage(stream_of(self.topology, spec), sync_name(site), "CREATE", "INFO")
+
+    def keep_sites(self) -> None:
+        """Over the sites' connections: take away there what home needs no more, and fit their lane to their replicas."""
+        lane = self.topology.lane_consumer(TRAIN, 1)
+        for site in self.topology.sites:
+            for spec in KEPT_SMALL:
+                for verb in ("INFO", "PURGE"):
+                    self.send(f"{domain_api(site)}.STREAM.{verb}.{self.topology.stream(spec)}")
+            for verb in ("INFO", "CREATE"):
+                self.send(f"{domain_api(site)}.CONSUMER.{verb}.{lane.stream}.{lane.durable}")
+
+    def look_for_twins(self) -> None:
+        """From a site, at home's registry, whatever home's domain is called."""
+        if self.topology.sites:
+            self.send(f"$JS.*.API.STREAM.MSG.GET.{_kv(self.topology, REPLICAS)}")
 
     def _look(self, stream: str) -> None:
         self._api("STREAM.MSG.GET", stream)
@@ -177,8 +196,13 @@ class _Grants:
         """Consumers that others share have their work in them: nobody else takes from them, changes or deletes them."""
         for spec in shared_consumers(self.topology):
             if spec.stream == stream:
-                for verb in ("CREATE", "MSG.NEXT", "DELETE"):
-                    self.publish_deny.add(f"{_API}.CONSUMER.{verb}.{stream}.{spec.durable}")
+                self._deny(stream, spec.durable)
+        for site in self.topology.sites:
+            self._deny(stream, sync_name(site))
+
+    def _deny(self, stream: str, durable: str) -> None:
+        for verb in ("CREATE", "MSG.NEXT", "DELETE"):
+            self.publish_deny.add(f"{_API}.CONSUMER.{verb}.{stream}.{durable}")
 
     def manage(self, stream: str, name: str, *verbs: str) -> None:
         """These requests about one consumer, or about all of the stream's."""
@@ -214,6 +238,7 @@ def _worker(grants: _Grants) -> None:
     grants.own_entries(REPLICAS, "*")
     grants.own_entries(ACKS, "*")
     grants.list_entries(REPLICAS, ACKS)
+    grants.look_for_twins()
     grants.hear(*(topology.policy(kind) for kind in ("opened", "committed")))
     grants.hear(topology.serve("*"), f"{topology.serve('*')}.cancel")
     grants.send(f"{inbox(roles.GATEWAY)}.>")
@@ -238,6 +263,7 @@ def _buffer(grants: _Grants) -> None:
     grants.hear(*(topology.policy(kind) for kind in ("opened", "committed")))
     grants.bury("outcome")
     grants.purge(CONTROL, OUTCOME, TRAJECTORY, PARTIAL)
+    grants.keep_sites()
     stream = topology.stream(CONTROL)
     grants.tend(topology.lane_consumer(TRAIN, 1), topology.lane_consumer(SESSION, 1))
     grants.manage(stream, "*", "INFO")  # lane eval's consumers, which it makes as its own

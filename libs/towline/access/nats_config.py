@@ -13,18 +13,23 @@ from typing import Any
 
 from towline.access.nats import Permissions, permissions
 from towline.access.walls import Export, Import, Walled, walled
+from towline.bus.sites import kept_apart, kept_in
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
     """A tenant. `users`: role -> its public nkey. `max_file_bytes`: what its streams may reserve; None: no limit of its own.
-    `walls`: an account for each role beside it; without them a stolen key of any role can end a run."""
+    `walls`: an account for each role beside it; without them a stolen key of any role can end a run.
+    `sites`: each one's name -> the public nkey with which its server comes to home's; `near`: the
+    same of servers without JetStream, from which everything comes to home's."""
 
     name: str
     runs: Sequence[str]
     users: Mapping[str, str]
     max_file_bytes: int | None = None
     walls: bool = False
+    sites: Mapping[str, str] = field(default_factory=dict)
+    near: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +53,8 @@ def users_config(accounts: Sequence[Account], tls: Tls | None = None) -> str:
             continue
         lines += [f"  {json.dumps(account.name)} {{", f"    jetstream: {_limit(account)}", "    users: ["]
         for role, key in account.users.items():
-            lines += [f"      # {role}", f"      {_user(key, permissions(role, account.runs))}"]
-        lines += ["    ]", "  }"]
+            lines += [f"      # {role}", f"      {_user(key, permissions(role, account.runs, tuple(account.sites)))}"]
+        lines += [*_sites(account), "    ]", "  }"]
     lines.append("}")
     return "\n".join(lines) + "\n" + (tls_config(tls) if tls else "")
 
@@ -78,10 +83,10 @@ def plain(granted: Permissions) -> dict[str, dict[str, list[str]]]:
 
 def _walled(account: Account) -> list[str]:
     lines = []
-    for one in walled(account.name, account.runs):
+    for one in walled(account.name, account.runs, tuple(account.sites)):
         lines.append(f"  {json.dumps(one.name)} {{")
         if not one.role:
-            lines.append(f"    jetstream: {_limit(account)}")
+            lines += [f"    jetstream: {_limit(account)}", "    users: [", *_sites(account), "    ]"]
         elif one.role in account.users and one.permissions is not None:
             lines.append(f"    users: [ {_user(account.users[one.role], one.permissions)} ]")
         lines += _crossings(one)
@@ -106,6 +111,25 @@ def _import(wanted: Import) -> dict[str, Any]:
 
 def _limit(account: Account) -> str:
     return "enabled" if account.max_file_bytes is None else f"{{ max_file: {account.max_file_bytes} }}"
+
+
+def _sites(account: Account) -> list[str]:
+    """The users of other clusters' servers: each comes as a leaf alone, by a key of its own."""
+    found = [(name, key, _site_rules(account.runs)) for name, key in account.sites.items()]
+    found += [(name, key, {}) for name, key in account.near.items()]
+    lines: list[str] = []
+    for name, key, rules in found:
+        user = {"nkey": key, "allowed_connection_types": ["LEAFNODE"], **({"permissions": rules} if rules else {})}
+        lines += [f"      # the server of {name}", f"      {json.dumps(user)}"]
+    return lines
+
+
+def _site_rules(runs: Sequence[str]) -> dict[str, Any]:
+    """A site's server: what its own configuration keeps off the connection, home doesn't take from it either; and no request
+    that makes, changes, purges or deletes a stream."""
+    apart = kept_apart(runs)
+    changes = [f"$JS.*.API.STREAM.{verb}.>" for verb in ("CREATE", "UPDATE", "PURGE", "DELETE", "MSG.DELETE", "RESTORE")]
+    return {"publish": {"deny": [*apart, *kept_in(runs), *changes]}, "subscribe": {"deny": apart}}
 
 
 def _user(key: str, granted: Permissions) -> str:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
+from towline.access.credentials import bus_users
 from towline.access.nats_config import Tls, tls_config
 from towline.bus.sites import kept_apart, kept_in
+from towline.config import BusSettings
+from towline.errors import UsageError
 
 SEED_VARIABLE = "TOWLINE_LEAF_SEED"
 """In the environment of a site's nats-server: the seed of the nkey with which its connection comes to home."""
@@ -15,13 +19,28 @@ _PINGS = 'ping_interval: "5s"\nping_max: 2\n'
 """A line that is cut without a word is noticed after 15 s, not after nats-server's 6 minutes, and dialled anew."""
 
 
-def home_config(listen: str, key: str, account: str, tls: Tls | None = None) -> str:
-    """Home's part: where sites connect, and as whom. `key`: their public nkey; nats-server takes one for all of them.
+def checked_sites(names: Sequence[str], option: str = "--site") -> list[str]:
+    try:
+        return list(BusSettings(sites=tuple(names)).sites)
+    except ValueError:
+        raise UsageError(
+            f"{option} {' '.join(names)}: each another name of 1 to 32 of a-z, 0-9 and '-', none of them 'home'", code="site_name"
+        ) from None
+
+
+def leaf_users(folder: Path, sites: Iterable[str], *, anew: bool = False) -> dict[str, str]:
+    """Site -> the public nkey with which its server comes to home's; FOLDER/leaf-SITE.nk holds the seed."""
+    names = {f"leaf-{site}": site for site in sites}
+    return {names[name]: key for name, key in bus_users(folder, names, anew=anew).items()}
+
+
+def home_config(listen: str, tls: Tls | None = None) -> str:
+    """Home's part: where sites connect. Who they are is said among the account's users: nats-server takes a single nkey in
+    `leafnodes.authorization`, and without that block any user whose connection types allow it.
 
     `tls`: the door's own, since the clients' doesn't count for it; without it the door takes connections in the clear.
     """
-    user = f"{{ nkey: {key}, account: {json.dumps(account)} }}"
-    lines = [f"listen: {json.dumps(listen)}", f"authorization {user}"]
+    lines = [f"listen: {json.dumps(listen)}"]
     lines += ["no_advertise: true  # sites come by the one address that they were given, not by each server's own"]
     lines += tls_config(tls).splitlines() if tls else []
     return "\n".join([_PINGS.rstrip(), "leafnodes {", *(f"  {line}" for line in lines), "}"]) + "\n"

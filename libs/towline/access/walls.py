@@ -61,9 +61,9 @@ def account_of(tenant: str, role: str) -> str:
     return f"{tenant}-{roles.checked(role)}"
 
 
-def walled(tenant: str, runs: Sequence[str]) -> list[Walled]:
+def walled(tenant: str, runs: Sequence[str], sites: Sequence[str] = ()) -> list[Walled]:
     """The tenant's accounts; the first, which has the streams, has the tenant's name."""
-    granted = {role: walled_permissions(role, runs) for role in roles.ROLES}
+    granted = {role: walled_permissions(role, runs, sites) for role in roles.ROLES}
     serving = _serving(runs)
     requests: dict[str, list[str]] = {ACCOUNT_INFO: list(roles.ROLES)}
     for role, one in granted.items():
@@ -125,9 +125,9 @@ def _covers(wide: str, narrow: str) -> bool:
     return len(tokens) == len(wanted)
 
 
-def walled_permissions(role: str, runs: Sequence[str]) -> Permissions:
+def walled_permissions(role: str, runs: Sequence[str], sites: Sequence[str] = ()) -> Permissions:
     """The role's permissions, but that who answers another account's requests does so by the server's name for the asker."""
-    plain = permissions(role, runs)
+    plain = permissions(role, runs, sites)
     answered = {subject for subject in plain.publish if subject.startswith("_INBOX.") and subject != f"{inbox(role)}.>"}
     if not answered:
         return plain

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from towline.bus.connection import Connection
-from towline.bus.sites import placed
+from towline.bus.sites import kept, placed, stream_of, syncs
 from towline.bus.topology import BUCKET_BYTES, BUCKETS, STREAMS, BucketSpec, StreamSpec, Topology
 from towline.bus.wire import NO_STORAGE, NOT_FOUND, ApiError, Message, Unsettled, answer, own_headers, timestamp
 from towline.config import BusSettings
@@ -171,6 +171,22 @@ class JetStream:
         for bucket in BUCKETS:
             config = self._bucket_config(bucket, max(BUCKET_BYTES, int(budget * bucket.budget_share)))
             await self._ensure(placed(config, bucket, self.settings))
+        for part in (*STREAMS, *BUCKETS):
+            for sync in syncs(self.topology, part):
+                await self._ensure_sync(stream_of(self.topology, part), sync)
+
+    async def _ensure_sync(self, stream: str, wanted: dict[str, Any]) -> None:
+        """One that is there stays as it is: it knows how far the other side is."""
+        what, where = f"set up {wanted['name']} of {stream}", f"{stream}.{wanted['name']}"
+        try:
+            await self.call(what, f"CONSUMER.INFO.{where}")
+        except ApiError as error:
+            if error.code != NOT_FOUND:
+                raise UsageError(f"{what}: {error}", code="bus_stream") from None
+            try:
+                await self.call(what, f"CONSUMER.CREATE.{where}", {"stream_name": stream, "config": wanted})
+            except ApiError as refused:
+                raise UsageError(f"{what}: {refused}", code="bus_stream") from None
 
     async def _ensure(self, wanted: dict[str, Any] | None) -> None:
         if wanted is None:
@@ -186,6 +202,7 @@ class JetStream:
                 await self.call(what, f"STREAM.CREATE.{name}", wanted)
                 return
             wanted = {key: value for key, value in wanted.items() if key != "max_consumers"}  # an older server won't change it
+            wanted = kept(wanted, info["config"])
             if any(info["config"].get(key) != value for key, value in wanted.items()):
                 await self.call(what, f"STREAM.UPDATE.{name}", info["config"] | wanted)
         except ApiError as error:

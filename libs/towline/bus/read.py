@@ -47,6 +47,7 @@ class OrderedReader:
         subjects: Sequence[str] | None = None,
         follow: bool = True,
         last_per_subject: bool = False,
+        headers_only: bool = False,
     ) -> None:
         self._jetstream = jetstream
         self._connection = jetstream.connection
@@ -56,6 +57,7 @@ class OrderedReader:
         self._subjects = list(subjects or ())
         self._follow = follow
         self._last_per_subject = last_per_subject
+        self._headers_only = headers_only
         self._created_at: str | None = None
         self._inbox = self._connection.new_inbox()
         self._arrived: deque[Msg] = deque()
@@ -127,6 +129,8 @@ class OrderedReader:
         }
         if not self._last_per_subject:
             config["opt_start_seq"] = max(self._next, 1)
+        if self._headers_only:
+            config["headers_only"] = True
         if self._subjects:
             config["filter_subjects"] = self._subjects
         body = {"stream_name": self._stream, "config": config}

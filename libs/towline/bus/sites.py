@@ -35,8 +35,15 @@ GATHERED: tuple[StreamSpec | BucketSpec, ...] = (TRAJECTORY, OUTCOME, DEAD, REPL
 """Written on either side. Home's have what all sides wrote, numbered anew; a site's its own alone."""
 OWN = (PARTIAL,)
 """Each side's own: a hand-over stays within a site."""
+KEPT_SMALL = (CONTROL, TRAJECTORY, OUTCOME, DEAD, PARTIAL)
+"""Of a site's streams, those that home's buffer purges there."""
 SITE_STREAMS = (*MIRRORED, *(spec for spec in STREAMS if spec in GATHERED), *OWN)
 SITE_BUCKETS = tuple(bucket for bucket in BUCKETS if bucket in GATHERED)
+
+
+SYNC_WINDOW = 8192
+"""Messages that may be on their way over a site's connection, of one stream, before what has arrived is confirmed."""
+_NANOSECONDS = 1_000_000_000
 
 
 def domain_api(domain: str) -> str:
@@ -46,18 +53,68 @@ def domain_api(domain: str) -> str:
 
 def placed(config: dict[str, Any], spec: StreamSpec | BucketSpec, settings: BusSettings) -> dict[str, Any] | None:
     """The stream's configuration as it is where `settings` come to; None where it has no such stream."""
+    name = config["name"]
     if settings.site:
         if spec in MIRRORED:
             kept = {key: value for key, value in config.items() if key not in ("subjects", "duplicate_window", "allow_atomic")}
-            return kept | {"mirror": _from(config["name"], settings.home_domain)}
+            return kept | {"mirror": _from(name, settings.home_domain, settings.site)}
         return config if spec in SITE_STREAMS or spec in SITE_BUCKETS else None
     if settings.sites and spec in GATHERED:
-        return config | {"sources": [_from(config["name"], site) for site in settings.sites]}
+        return config | {"sources": [_from(name, site, site) for site in settings.sites]}
     return config
 
 
-def _from(name: str, domain: str) -> dict[str, Any]:
-    return {"name": name, "external": {"api": domain_api(domain), "deliver": ""}}
+def kept(wanted: dict[str, Any], standing: dict[str, Any]) -> dict[str, Any]:
+    """`wanted` with what a stream that stands takes in from elsewhere as it stands: a mirror can't be changed, and a source that
+    is asked in another way is one that everything is taken of again."""
+    if "mirror" in wanted and "mirror" in standing:
+        return wanted | {"mirror": standing["mirror"]}
+    if "sources" in wanted:
+        there = {_whose(source): source for source in standing.get("sources") or ()}
+        return wanted | {"sources": [there.get(_whose(source), source) for source in wanted["sources"]]}
+    return wanted
+
+
+def syncs(topology: Topology, spec: StreamSpec | BucketSpec) -> list[dict[str, Any]]:
+    """The consumers by which the other side takes in the stream that is here: one for each site, of home's; one of a site's.
+
+    They are durable: the server that asks hears of one that is there again by its heartbeat, within a second, and needn't wait
+    for its own next try, which after a cut of a minute is 40 s away. And they know what has arrived at the other side.
+    """
+    stream = stream_of(topology, spec)
+    if topology.site:
+        return [_sync(stream, topology.site)] if spec in GATHERED else []
+    return [_sync(stream, site) for site in topology.sites] if spec in MIRRORED else []
+
+
+def sync_name(site: str) -> str:
+    return f"sync-{site}"
+
+
+def stream_of(topology: Topology, spec: StreamSpec | BucketSpec) -> str:
+    """The server's name of it; a bucket is a stream too."""
+    return topology.stream(spec) if isinstance(spec, StreamSpec) else f"KV_{topology.bucket(spec)}"
+
+
+def _sync(stream: str, site: str) -> dict[str, Any]:
+    return {
+        "name": sync_name(site), "durable_name": sync_name(site), "deliver_subject": _way(stream, site), "deliver_policy": "all",
+        "ack_policy": "flow_control", "flow_control": True, "idle_heartbeat": _NANOSECONDS, "max_ack_pending": SYNC_WINDOW,
+    }  # fmt: skip
+
+
+def _way(stream: str, site: str) -> str:
+    """The subject on which the stream's messages go over the site's connection. No stream has it."""
+    return f"towline.sync.{stream}.{site}"
+
+
+def _from(name: str, domain: str, site: str) -> dict[str, Any]:
+    by = {"name": sync_name(site), "deliver_subject": _way(name, site)}
+    return {"name": name, "external": {"api": domain_api(domain), "deliver": ""}, "consumer": by}
+
+
+def _whose(source: dict[str, Any]) -> tuple[str, str]:
+    return source["name"], (source.get("external") or {}).get("api", "")
 
 
 def kept_apart(runs: Iterable[str]) -> list[str]:

@@ -25,6 +25,12 @@ def nats(
     runs: Runs,
     out: Out,
     account: Annotated[str, typer.Option(help="The account's name: a tenant's. Accounts share nothing.")] = "towline",
+    sites: Annotated[
+        list[str] | None, typer.Option("--site", help="A site of the runs, as in bus.sites; several times for several.")
+    ] = None,
+    near: Annotated[
+        list[str] | None, typer.Option("--near", help="Another cluster whose server is a leaf without JetStream; several times.")
+    ] = None,
     max_file_bytes: Annotated[int | None, typer.Option(min=1, help="What the account's streams may reserve.")] = None,
     walls: Annotated[
         bool, typer.Option("--walls/--one-account", help="An account for each role, so that a stolen key stays in its role.")
@@ -45,22 +51,29 @@ def nats(
     from towline.access.credentials import bus_users
     from towline.access.nats_config import Account, Tls, tls_config, users_config
     from towline.access.roles import ROLES
+    from towline.access.sites import checked_sites, leaf_users
     from towline.access.tenants import write_tenant
 
     if bool(tls_cert) != bool(tls_key) or (tls_ca and not tls_cert):
         raise UsageError("--tls-cert and --tls-key go together, --tls-ca with both", code="access_tls")
     tls = Tls(tls_cert, tls_key, tls_ca, verify=bool(tls_ca)) if tls_cert else None
+    names = checked_sites(sites or [])
     if jwt:
+        if names or near:
+            raise UsageError("--site and --near go without --jwt: their servers come by an nkey", code="access_sites")
         config = write_tenant(out, account, runs, max_file_bytes=max_file_bytes, anew=rotate, walls=walls)
         (out / "nats.conf").write_text(config + (tls_config(tls) if tls else ""))
         print(f"{out / 'nats.conf'}: the operator and all accounts in {out}; the server's configuration includes it")
         print(f"{out / account}/ROLE.creds: its users' tokens for {', '.join(runs)}; bus.keys_folder = {str(out / account)!r}")
         return
     users = bus_users(out, ROLES, anew=rotate)
-    config = users_config([Account(account, runs, users, max_file_bytes, walls)], tls)
+    leaves = [leaf_users(out, which, anew=rotate) for which in (names, checked_sites(near or [], "--near"))]
+    config = users_config([Account(account, runs, users, max_file_bytes, walls, *leaves)], tls)
     (out / "nats.conf").write_text(config)
     print(f"{out / 'nats.conf'}: account {account} with {len(users)} users for {', '.join(runs)}; include it in the server's")
     print(f"{out}/ROLE.nk: their seeds; bus.keys_folder = {str(out)!r}")
+    for name in [*names, *(near or [])]:
+        print(f"{out}/leaf-{name}.nk: the seed of {name}'s server, for nothing else (`towline access sites`)")
 
 
 @app.command()

@@ -20,29 +20,22 @@ def sites(
     ca: Annotated[str, typer.Option(help="Who signed home's certificate: a PEM file, a path on the site's server.")] = "",
     tls_cert: Annotated[str, typer.Option(help="The door's certificate, a path on home's server: sites must encrypt.")] = "",
     tls_key: Annotated[str, typer.Option(help="Its key.")] = "",
-    rotate: Annotated[bool, typer.Option("--rotate", help="A new secret; else the one in DIR stays.")] = False,
 ) -> None:
-    """Write DIR/home.conf and DIR/SITE.conf, fragments of the servers' configurations, and DIR/leaf.nk, the sites' seed.
+    """Write DIR/home.conf and DIR/SITE.conf, fragments of the servers' configurations.
 
-    Each server includes its own beside the accounts of `towline access nats`; a site's has the seed in TOWLINE_LEAF_SEED.
+    Each server includes its own beside the accounts of `towline access nats --site SITE`, which makes each site's seed,
+    leaf-SITE.nk; a site's server has its seed in TOWLINE_LEAF_SEED. A site is shut out by that command without its name.
     """
-    from towline.access.credentials import bus_users
     from towline.access.nats_config import Tls
-    from towline.access.sites import SEED_VARIABLE, home_config, site_config
-    from towline.config import BusSettings
+    from towline.access.sites import SEED_VARIABLE, checked_sites, home_config, site_config
 
     if bool(tls_cert) != bool(tls_key):
         raise UsageError("--tls-cert and --tls-key go together", code="access_tls")
-    try:
-        BusSettings(sites=tuple(names))
-    except ValueError:
-        raise UsageError(
-            f"--site {' '.join(names)}: each another name of 1 to 32 of a-z, 0-9 and '-', none of them 'home'", code="site_name"
-        ) from None
-    key = bus_users(out, ["leaf"], anew=rotate)["leaf"]
-    (out / "home.conf").write_text(home_config(listen, key, account, Tls(tls_cert, tls_key) if tls_cert else None))
+    listed = checked_sites(names)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "home.conf").write_text(home_config(listen, Tls(tls_cert, tls_key) if tls_cert else None))
     print(f"{out / 'home.conf'}: home's door; its server also has `jetstream {{ domain: home }}`")
-    for name in names:
+    for name in listed:
         (out / f"{name}.conf").write_text(site_config(home_url, runs, account, ca=ca))
         print(f"{out / name}.conf: the connection of site {name}; its server also has `jetstream {{ domain: {name} }}`,")
-        print(f"  and the text of {out}/leaf.nk in {SEED_VARIABLE}")
+        print(f"  and the text of leaf-{name}.nk (`towline access nats --site {name}`) in {SEED_VARIABLE}")

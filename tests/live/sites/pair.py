@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -19,15 +20,20 @@ from towline.access.identity import bus_as
 from towline.access.init import prepare_bus
 from towline.access.nats_config import Account, users_config
 from towline.access.roles import ROLES
-from towline.access.sites import SEED_VARIABLE, home_config, site_config
+from towline.access.sites import SEED_VARIABLE, home_config, leaf_users, site_config
 from towline.bus.client import Bus
 from towline.config import BusSettings, ModelSettings, PromptSettings, RewardSettings, RunSettings, SamplingSettings, Settings
 
 SITE = "b"
 ACCOUNT = "towline"
-ANYBODY = f"accounts {{ {ACCOUNT} {{ jetstream: enabled, users: [ {{ user: any, password: any }} ] }} }}\nno_auth_user: any\n"
 BINARY = Path(sys.executable).parent / "nats-server"
 HOST = "127.0.0.1"
+
+
+def anybody(key: str) -> str:
+    """Accounts in which anybody may do anything, and the site's server comes with the nkey `key`."""
+    users = f"[ {{ user: any, password: any }}, {{ nkey: {key} }} ]"
+    return f"accounts {{ {ACCOUNT} {{ jetstream: enabled, users: {users} }} }}\nno_auth_user: any\n"
 
 
 @dataclass
@@ -39,6 +45,7 @@ class Pair:
     site: BusSettings
     line: Proxy
     folder: Path
+    servers: dict[str, Server]
 
     def cut(self) -> None:
         self.line.refuse = True
@@ -87,36 +94,60 @@ def server_config(name: str, listen: str, store: Path, users: str, leaf: str) ->
     )
 
 
-@asynccontextmanager
-async def server(config: Path, port: int, environment: dict[str, str], prefix: Sequence[str] = ()) -> AsyncIterator[None]:
-    """`prefix`: of the command line, to run it elsewhere."""
-    with config.with_suffix(".log").open("ab") as log:
-        process = await asyncio.create_subprocess_exec(
-            *prefix, BINARY, "-c", config, env={**os.environ, **environment}, stderr=log
-        )
-    try:
-        if not prefix:
-            await until(lambda: listens(port))
-        yield
-    finally:
+@dataclass
+class Server:
+    """A nats-server. `prefix`: of its command line, to run it elsewhere."""
+
+    config: Path
+    port: int
+    environment: dict[str, str]
+    prefix: Sequence[str] = ()
+    process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        with self.config.with_suffix(".log").open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                *self.prefix, BINARY, "-c", self.config, env={**os.environ, **self.environment}, stderr=log
+            )
+        if not self.prefix:
+            await until(lambda: listens(self.port))
+
+    async def stop(self, number: int = signal.SIGTERM) -> None:
+        assert self.process is not None
         with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        await process.wait()
+            self.process.send_signal(number)
+        await self.process.wait()
+
+    def reload(self) -> None:
+        """Read the configuration again."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGHUP)
 
 
 @asynccontextmanager
-async def pair(folder: Path, run: str, *, roles: bool = True) -> AsyncIterator[Pair]:
+async def server(config: Path, port: int, environment: dict[str, str], prefix: Sequence[str] = ()) -> AsyncIterator[Server]:
+    made = Server(config, port, environment, prefix)
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.stop()
+
+
+@asynccontextmanager
+async def pair(folder: Path, run: str, *, roles: bool = True, walls: bool = True) -> AsyncIterator[Pair]:
     """`roles`: with a user for each; else anybody may do anything."""
     home_port, door, site_port = (free_port() for _ in range(3))
     keys = folder / "keys"
-    users = users_config([Account(ACCOUNT, [run], bus_users(keys, ROLES))]) if roles else ANYBODY
-    leaf = bus_users(keys, ["leaf"])["leaf"]
+    sites = leaf_users(keys, [SITE])
+    account = Account(ACCOUNT, [run], bus_users(keys, ROLES), walls=walls, sites=sites)
+    users = users_config([account]) if roles else anybody(sites[SITE])
     async with proxied(f"nats://{HOST}:{door}") as line:
         home = folder / "home.conf"
         home.write_text(
             server_config(
                 "home", f"{HOST}:{home_port}", folder / "home", users,
-                home_config(f"{HOST}:{door}", leaf, ACCOUNT),
+                home_config(f"{HOST}:{door}"),
             )
         )  # fmt: skip
         site = folder / "site.conf"
@@ -126,15 +157,16 @@ async def pair(folder: Path, run: str, *, roles: bool = True) -> AsyncIterator[P
                 site_config(line.url.replace("nats://", "nats-leaf://"), [run], ACCOUNT),
             )
         )  # fmt: skip
-        seed = (keys / "leaf.nk").read_text().strip()
+        seed = (keys / f"leaf-{SITE}.nk").read_text().strip()
         common = BusSettings(keys_folder=str(keys) if roles else "", sites=(SITE,), budget_bytes=128 << 20)
-        async with server(home, home_port, {}), server(site, site_port, {SEED_VARIABLE: seed}):
+        async with server(home, home_port, {}) as first, server(site, site_port, {SEED_VARIABLE: seed}) as second:
             yield Pair(
                 run,
                 common.model_copy(update={"url": f"nats://{HOST}:{home_port}"}),
                 common.model_copy(update={"url": f"nats://{HOST}:{site_port}", "site": SITE}),
                 line,
                 folder,
+                {"home": first, SITE: second},
             )
 
 

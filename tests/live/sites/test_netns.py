@@ -13,24 +13,24 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from live.sites.pair import ACCOUNT, ANYBODY, SITE, free_port, listens, server, server_config, settings_of
+from live.sites.pair import ACCOUNT, SITE, anybody, free_port, listens, server, server_config, settings_of
 from live.sites.whole import FAR, NEAR, SAMPLES, converged, delivered, look, start, under_way
 from live.sites.whole import settings_of as run_settings
 from live.worker.fleet import RealVersions
 from support.servers import running
 from support.waiting import until
-from towline.access.credentials import bus_users
 from towline.access.init import prepare_bus
-from towline.access.sites import SEED_VARIABLE, home_config, site_config
+from towline.access.sites import SEED_VARIABLE, home_config, leaf_users, site_config
 from towline.bus.client import Bus
-from towline.bus.topology import ACKS, CONTROL, POLICY, REPLICAS, STATUS
+from towline.bus.origins import newest_taken
+from towline.bus.topology import ACKS, CONTROL, POLICY, REPLICAS, STATUS, TRAJECTORY
 from towline.config import BusSettings, StoreSettings
 from towline.contract.policy import decode_ack
 from towline.local.servers import S3Server
@@ -38,7 +38,11 @@ from towline.local.toml import settings_toml
 from towline.store.objects import open_store
 
 DELAY_SECONDS, LOSS, CUT_SECONDS = 0.05, 0.01, 60.0
-STEPS = 40
+STEPS = 16
+SLOTS = 4
+"""Of each side's one worker."""
+STALENESS = 9
+"""So much is issued ahead that 8 slots have some 80 s of work at the cut: (1 + 9) * 8 samples of about 8 s each."""
 _USABLE = os.geteuid() == 0 and os.path.exists("/dev/net/tun") and shutil.which("ip") is not None
 
 pytestmark = [
@@ -126,14 +130,14 @@ class Two:
 @contextlib.asynccontextmanager
 async def two_servers(folder: Path, run: str) -> AsyncIterator[Two]:
     home_port, door, site_port = (free_port() for _ in range(3))
-    key = bus_users(folder / "keys", ["leaf"])["leaf"]
+    users = anybody(leaf_users(folder / "keys", [SITE])[SITE])
     async with line() as between:
         home, site = folder / "home.conf", folder / "site.conf"
-        leaf = home_config(f"{between.here}:{door}", key, ACCOUNT)
-        home.write_text(server_config("home", f"127.0.0.1:{home_port}", folder / "home", ANYBODY, leaf))
+        leaf = home_config(f"{between.here}:{door}")
+        home.write_text(server_config("home", f"127.0.0.1:{home_port}", folder / "home", users, leaf))
         leaf = site_config(f"nats-leaf://{between.here}:{door}", [run], ACCOUNT)
-        site.write_text(server_config(SITE, f"0.0.0.0:{site_port}", folder / "site", ANYBODY, leaf))
-        seed = (folder / "keys" / "leaf.nk").read_text().strip()
+        site.write_text(server_config(SITE, f"0.0.0.0:{site_port}", folder / "site", users, leaf))
+        seed = (folder / "keys" / f"leaf-{SITE}.nk").read_text().strip()
         common = BusSettings(sites=(SITE,), budget_bytes=128 << 20)
         async with server(home, home_port, {}), server(site, site_port, {SEED_VARIABLE: seed}, between.inside):
             await until(lambda: listens(site_port, between.beside))
@@ -189,12 +193,14 @@ async def test_a_minute_without_the_line_costs_time_and_no_sample(tmp_path: Path
         store_port = int(stored.endpoint.rpartition(":")[2])
         async with two_servers(tmp_path, run_name) as two, relayed(two.line.here, store_port) as door:
             settings = run_settings(
-                run_name, two.home, stored, tmp_path, steps=STEPS, site_silent_seconds=silent_seconds, max_staleness=4
+                run_name, two.home, stored, tmp_path, steps=STEPS, site_silent_seconds=silent_seconds, max_staleness=STALENESS
             )
             rollout = settings.rollout.model_copy(
-                update={"arguments": settings.rollout.arguments | {"mean_tokens": 400.0}, "partial_every_tokens": 100}
-            )
-            sampling = settings.sampling.model_copy(update={"max_tokens": 800})
+                update={
+                    "arguments": settings.rollout.arguments | {"mean_tokens": 800.0}, "partial_every_tokens": 100, "slots": SLOTS
+                }
+            )  # fmt: skip
+            sampling = settings.sampling.model_copy(update={"max_tokens": 1600})
             settings = settings.model_copy(update={"rollout": rollout, "sampling": sampling})
             reached = stored.model_copy(update={"endpoint": f"http://{two.line.here}:{door}", "timeout_seconds": 5.0})
             config = tmp_path / "mirror.toml"
@@ -203,23 +209,20 @@ async def test_a_minute_without_the_line_costs_time_and_no_sample(tmp_path: Path
             site = await Bus.connect(two.seen, run=run_name, client_name="look", patience_seconds=15)
             copy = open_store(far_store)
             async with mirror_process(config, far_store, two.line.inside), under_way(settings, home, tmp_path) as run:
-                run.trainer.pace_seconds = 1.0
                 await start(run, NEAR, settings)
                 far = settings.model_copy(update={"bus": two.site, "store": far_store})
                 await start(run, FAR, far, two.line.inside)
-                await run.until_depth(4)
+                await run.until_depth(3)
                 await until(lambda: _more(site, 4), 120.0)
                 figures = await _cut(two, run.trainer, site)
-                healed = time.monotonic()
-                await until(lambda: _level(home, site), 120.0)
-                figures["control_level_seconds"] = round(time.monotonic() - healed, 1)
-                await until(lambda: _serves(site, run.trainer.log.lineage.latest), 120.0)
-                figures["version_level_seconds"] = round(time.monotonic() - healed, 1)
+                figures |= await _levels(home, site, run.trainer.log.lineage.latest)
                 await run.until_depth(STEPS, 300.0)
                 assert set((await run.ended()).values()) == {0}
                 await converged(run, settings, copy)
-            seen = await look(home, site)
+            began, ended = figures.pop("began"), figures.pop("ended")
+            seen = await look(home, site, (began, ended))
             figures |= {
+                "far_made_while_cut": seen.between, "of_these_trained": seen.between_trained, "stale_drops": seen.stale,
                 "admitted": dict(seen.admitted), "trained": dict(seen.trained), "moved": seen.moved, "twice": len(seen.twice),
                 "tokens": seen.tokens, "tokens_twice": seen.tokens_twice, "at_site": seen.at_site,
             }  # fmt: skip
@@ -228,7 +231,8 @@ async def test_a_minute_without_the_line_costs_time_and_no_sample(tmp_path: Path
             await site.close()
         assert seen.trained.total() == STEPS * SAMPLES
         assert set(seen.trained) == {NEAR, FAR}
-        assert figures["far_delivered_while_cut"], "nothing was generated on the far side while the line was cut"
+        assert seen.between > SLOTS, "on the far side no sample was begun while the line was cut"
+        assert seen.between_trained > 0, "nothing of what was made while the line was cut was fresh enough to be trained"
         assert figures["depth_at_the_end"] > figures["depth_at_the_cut"], "home stood still"
         if silent_seconds > CUT_SECONDS:
             assert (seen.moved, seen.twice) == (0, {})
@@ -239,18 +243,39 @@ async def test_a_minute_without_the_line_costs_time_and_no_sample(tmp_path: Path
 async def _cut(two: Two, trainer: RealVersions, site: Bus) -> dict[str, Any]:
     await until(lambda: _half_a_group(site), 60.0)
     await two.line.say("cut")
-    before, depth, last, began = await delivered(site), trainer.depth, 0.0, time.monotonic()
-    count = before
+    before, depth, last, began, at = await delivered(site), trainer.depth, 0.0, time.monotonic(), time.time()
+    count, thirds = before, [0, 0, 0]
     while (passed := time.monotonic() - began) < CUT_SECONDS:
         await asyncio.sleep(0.2)
         if (now := await delivered(site)) > count:
+            thirds[min(int(3 * passed / CUT_SECONDS), 2)] += now - count
             count, last = now, passed
     figures: dict[str, Any] = {
         "depth_at_the_cut": depth, "depth_at_the_end": trainer.depth, "far_delivered_while_cut": count - before,
-        "far_delivered_last_seconds": round(last, 1),
+        "in_each_third": thirds, "far_delivered_last_seconds": round(last, 1), "began": at, "ended": time.time(),
     }  # fmt: skip
     await two.line.say("heal")
     return figures
+
+
+async def _levels(home: Bus, site: Bus, version: int) -> dict[str, float]:
+    """How long after the line is back each of them is level, in seconds."""
+    healed, made = time.monotonic(), await delivered(site)
+
+    async def after(reached: Callable[[], Awaitable[bool]]) -> float:
+        await until(reached, 120.0)
+        return round(time.monotonic() - healed, 1)
+
+    control, trajectories, serves = await asyncio.gather(
+        after(lambda: _level(home, site)), after(lambda: _taken(home, made)), after(lambda: _serves(site, version))
+    )
+    return {"control_level_seconds": control, "trajectories_level_seconds": trajectories, "version_level_seconds": serves}
+
+
+async def _taken(home: Bus, count: int) -> bool:
+    """Home has as many of the site's messages."""
+    origins, _ = await newest_taken(home.jetstream, home.topology.stream(TRAJECTORY), [SITE], start=1)
+    return origins.get(SITE, 0) >= count
 
 
 async def _half_a_group(site: Bus) -> bool:

@@ -18,7 +18,7 @@ from towline.audit.run import audit
 from towline.bus.client import Bus
 from towline.bus.topology import CONTROL, TRAJECTORY
 from towline.config import BusSettings, Settings, StoreSettings
-from towline.contract.control import BatchRecord, ReissueRecord, TaskRecord, decode_control
+from towline.contract.control import BatchRecord, DropRecord, ReissueRecord, TaskRecord, decode_control
 from towline.contract.trajectory import Trajectory, decode_trajectory
 from towline.local.toml import settings_toml
 from towline.store.mirror import Mirror
@@ -43,11 +43,12 @@ def settings_of(run: str, bus: BusSettings, store: StoreSettings, folder: Path, 
 async def start(run: Fleet, replica: str, settings: Settings, prefix: Sequence[str] = ()) -> None:
     """A worker process that comes to the bus and store of `settings`."""
     config = run.folder / f"{replica}.toml"
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     config.write_text(settings_toml(settings))
     with (run.folder / f"{replica}.log").open("ab") as log:
         run.workers[replica] = await asyncio.create_subprocess_exec(
             *prefix, sys.executable, "-m", "towline.rollout_worker", "--config", str(config), "--replica", replica,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}, stdout=log,
+env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, stdout=log,
         )  # fmt: skip
 
 
@@ -90,9 +91,15 @@ class Seen:
         """Policy tokens of all but the first of those."""
         self.tokens = 0
         self.at_site = 0
+        self.between = 0
+        """The far side's samples that were finished between two moments; `between_trained`: and trained."""
+        self.between_trained = 0
+        self.stale = 0
+        """Samples of groups that were dropped as stale."""
 
 
-async def look(home: Bus, site: Bus) -> Seen:
+async def look(home: Bus, site: Bus, between: tuple[float, float] = (0.0, 0.0)) -> Seen:
+    """`between`: two moments, Unix seconds."""
     seen = Seen()
     by_sequence: dict[int, Trajectory] = {}
     by_sample: dict[tuple[int, int], list[Trajectory]] = {}
@@ -112,13 +119,22 @@ async def look(home: Bus, site: Bus) -> Seen:
             case ReissueRecord(reason="site_silent"):
                 seen.moved += 1
             case BatchRecord(rows=rows):
-                seen.trained.update(by_sequence[row.sequence].replica for row in rows)
+                trained = [by_sequence[row.sequence] for row in rows]
+                seen.trained.update(one.replica for one in trained)
+                seen.between_trained += sum(_within(one, between) for one in trained)
+            case DropRecord(reason="stale", samples=samples):
+                seen.stale += samples
     async for message in site.read(TRAJECTORY, follow=False):
         one = decode_trajectory(message.data)
         assert one.replica == FAR
         seen.at_site += 1
+        seen.between += _within(one, between)
         assert any(other.replica == FAR for other in by_sample.get((one.group, one.sample), [])), "lost on its way home"
     return seen
+
+
+def _within(one: Trajectory, between: tuple[float, float]) -> bool:
+    return one.replica == FAR and between[0] <= one.timings.finished_at <= between[1]
 
 
 async def converged(run: Fleet, settings: Settings, copy: ObjectStore) -> None:
