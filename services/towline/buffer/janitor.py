@@ -12,10 +12,12 @@ from collections.abc import AsyncGenerator, Callable
 
 import structlog
 
+from towline.buffer.far import Taken
 from towline.buffer.floors import Floors, floors
 from towline.buffer.state import State
 from towline.bus.client import Bus
 from towline.bus.read import OrderedReader
+from towline.bus.sites import GATHERED
 from towline.bus.topology import CONTROL, DEAD, OUTCOME, TRAJECTORY, StreamSpec
 from towline.bus.wire import BLOB_HEADER, NOT_FOUND, ApiError
 from towline.contract.control import SnapshotRecord, decode_control
@@ -42,6 +44,8 @@ class Janitor:
         self._run = bus.topology.run
         self._blobs = Blobs(objects, self._run)
         self._state = state
+        self.taken = Taken(bus)
+        """What the sites may purge in turn (far.py): said before it goes here, so that a crash in between only repeats it."""
         self._readable = b""
         self._say = structlog.get_logger("towline.buffer.janitor")
 
@@ -52,6 +56,11 @@ class Janitor:
             except (UnavailableError, MissingError) as error:
                 self._say.warning("sweep_put_off", reason=error.message)
             await asyncio.sleep(JANITOR_SECONDS)
+
+    @property
+    def control_floor(self) -> int:
+        """The first sequence of CONTROL that the last sweep left."""
+        return self.swept.control if self.swept is not None else 1
 
     async def sweep(self) -> Floors | None:
         """Purge up to the floors; None where they can't be known now."""
@@ -104,6 +113,8 @@ class Janitor:
         if floor <= first:
             return
         await self._delete_blobs(spec, first, floor)
+        if spec in GATHERED:
+            await self.taken.note(spec, first, floor)
         try:
             await self._bus.jetstream.call(f"purge {stream}", f"STREAM.PURGE.{stream}", {"seq": floor})
         except ApiError as error:

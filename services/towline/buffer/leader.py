@@ -20,6 +20,7 @@ from msgspec import UNSET, UnsetType
 from towline import faults, spans
 from towline.buffer.decide import decide, unknown_versions
 from towline.buffer.dump import encode_state
+from towline.buffer.far import FarKeeper
 from towline.buffer.figures import waiting_for
 from towline.buffer.fleet import Fleet
 from towline.buffer.floors import final_depth
@@ -75,6 +76,10 @@ class Leader:
         self.lineage = Lineage()
         self.fleet = Fleet(bus, settings.rollout.ack_wait_seconds, settings.buffer.site_silent_seconds)
         self.janitor = Janitor(bus, objects, lambda: self.state)
+        self.far = FarKeeper(
+            bus, lambda: self.state, lambda: self.fleet.presence, self.janitor.taken, lambda: self.janitor.control_floor,
+            ack_wait_seconds=settings.rollout.ack_wait_seconds, keep_history=settings.buffer.keep_history,
+        )  # fmt: skip
         self.leftovers = Leftovers(bus, lambda: self.state)
         self.finished = False
         self._settings = settings
@@ -165,6 +170,8 @@ class Leader:
 
     def _janitors(self) -> Iterator[Coroutine[Any, Any, None]]:
         yield self.leftovers.run()
+        if self._bus.topology.sites:
+            yield self.far.run()
         if not self._settings.buffer.keep_history:
             yield self.janitor.run()
 

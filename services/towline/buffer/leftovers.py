@@ -46,8 +46,7 @@ class Leftovers:
         state = self._state()
         gone = 0
         for subject in sorted(subjects):
-            group = parse_group(self._bus.topology.relative(subject).split(".")[1])
-            if group is not None and (group in state.groups or group >= state.next_group):
+            if not is_closed(state, self._bus.topology.relative(subject)):
                 continue
             try:
                 await self._bus.jetstream.call(f"purge {subject}", f"STREAM.PURGE.{self._stream}", {"filter": subject})
@@ -58,3 +57,9 @@ class Leftovers:
             self.purged += gone
             self._say.info("purged", stream=PARTIAL.key, samples=gone)
         return gone
+
+
+def is_closed(state: State, relative: str) -> bool:
+    """Whether nobody goes on from the PARTIALs of this subject, `partial.GROUP.SAMPLE`."""
+    group = parse_group(relative.split(".")[1])
+    return group is None or (group not in state.groups and group < state.next_group)
