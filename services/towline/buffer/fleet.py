@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+import structlog
 
 from towline.buffer.presence import HOME, Listener, Presence
 from towline.bus.client import Bus, Consumer
@@ -14,6 +16,8 @@ from towline.contract.policy import ReplicaInfo, decode_replica
 from towline.contract.task import EVAL, TRAIN
 from towline.errors import MalformedError, MissingError
 from towline.store.lineage import Lineage
+
+_say = structlog.get_logger("towline.buffer.fleet")
 
 
 class Fleet:
@@ -32,6 +36,11 @@ class Fleet:
     def slots(self) -> int:
         return sum(replica.slots for replica in self.replicas)
 
+    @property
+    def twice(self) -> Mapping[str, tuple[str, str]]:
+        """Names that two replicas have, and where both are; "" is home."""
+        return self._listener.twice
+
     async def refresh(self, eval_versions: Iterable[int]) -> None:
         """Read the registry; make lane train's consumer and those of `eval_versions` where they're missing, tell each of
         the slots there are, and let go of the others."""
@@ -40,7 +49,12 @@ class Fleet:
             with contextlib.suppress(MalformedError):  # of another release: its tasks are its own, only its slots don't count
                 found.append(decode_replica(data))
         self.replicas = [replica for replica in found if replica.state != "failed"]
+        known = len(self._listener.twice)
         self.presence = self._listener.hear(self.replicas, time.monotonic())
+        for name, places in list(self._listener.twice.items())[known:]:
+            _say.error(
+                "replica_twice", replica=name, at=[place or "home" for place in places], mend="give one of them another name"
+            )
         wanted: set[int | None] = {None, *eval_versions}
         for version in [version for version in self._lanes if version not in wanted]:
             await self._lanes.pop(version)[0].close()

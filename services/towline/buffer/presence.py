@@ -24,6 +24,10 @@ class Listener:
     def __init__(self, sites: Iterable[str], silent_seconds: float) -> None:
         self._silent_seconds = silent_seconds
         self._heard: dict[str, float | None] = dict.fromkeys(sites)
+        self._homes: dict[str, tuple[str, str]] = {}
+        """Replica -> where its entry was said to come from last, and where before that."""
+        self.twice: dict[str, tuple[str, str]] = {}
+        """Names whose entries come from two places in turn: two replicas that started while the line between them was cut."""
 
     def hear(self, replicas: Iterable[ReplicaInfo], now: float) -> Presence:
         """`replicas`: whose entries haven't expired, at `now`, seconds of one clock."""
@@ -31,6 +35,13 @@ class Listener:
         for replica in replicas:
             site = replica.site or HOME
             slots[site] = slots.get(site, 0) + replica.slots
+            last, before = self._homes.get(replica.replica, (site, site))
+            if site != last:
+                if site == before:
+                    self.twice[replica.replica] = (site, last)
+                self._homes[replica.replica] = (site, last)
+            else:
+                self._homes[replica.replica] = (last, before)
         for site, last in self._heard.items():
             if site in slots or last is None:
                 self._heard[site] = now
