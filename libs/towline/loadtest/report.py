@@ -57,7 +57,8 @@ def render(results: Sequence[Result]) -> str:
 def _lead(results: Sequence[Result], counts: list[int]) -> str:
     if len(counts) > 1:
         return f"{len(results)} runs, with {counts[0]} to {counts[-1]} workers"
-    seconds = f", {results[-1].measured_seconds:.0f} s measured" if results[-1].measured_seconds else ""
+    rates = " at each rate" if "rates" in results[-1].series else ""
+    seconds = f", {results[-1].measured_seconds:.0f} s measured{rates}" if results[-1].measured_seconds else ""
     if len(results) == 1:
         return f"1 run{seconds}"
     return f"{len(results)} repetitions{seconds} each; figures are their medians, curves the last one's"
@@ -67,7 +68,7 @@ def _facts(results: Sequence[Result]) -> list[tuple[str, str]]:
     first = results[0]
     machine = first.machine
     loads = [float(result.machine.get("load_average_before", 0.0)) for result in results]
-    return [
+    found = [
         ("command", first.command),
         ("commit", first.commit),
         ("date", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(first.started_at))),
@@ -75,8 +76,10 @@ def _facts(results: Sequence[Result]) -> list[tuple[str, str]]:
                     f"{machine.get('system')}, Python {machine.get('python')}"),
         ("load average before", f"{loads[0]:g}" if len(loads) == 1 else f"{min(loads):g} to {max(loads):g}"),
         ("seed", str(first.seed)),
-        ("warm-up", f"{first.warm_up_seconds:g} s after the first batch, left out"),
     ]  # fmt: skip
+    if first.kind == "run":
+        found.append(("warm-up", f"{first.warm_up_seconds:g} s after the first batch, left out"))
+    return found
 
 
 def _verdict(page: Page, results: Sequence[Result]) -> None:

@@ -62,12 +62,17 @@ def largest(results: Sequence[Result]) -> list[Result]:
 def rows(results: Sequence[Result]) -> list[tuple[str, float]]:
     """What a reader asks for first, then what a transport test has."""
     found = [(label, got * scale) for name, label, scale in ASKED if (got := value(results, name)) is not None]
-    for name in sorted(results[0].metrics):
+    for name in sorted(results[0].metrics, key=_naturally):
         if name.endswith((".messages_per_second", ".achieved_per_second")) or ".share_of_" in name:
             got = value(results, name)
             assert got is not None
             found.append((name, got))
     return found
+
+
+def _naturally(name: str) -> list[tuple[int, float, str]]:
+    """rate.400 stands before rate.1600."""
+    return [(0, float(part), "") if part.isdigit() else (1, 0.0, part) for part in name.split(".")]
 
 
 def summary(results: Sequence[Result]) -> list[str]:
