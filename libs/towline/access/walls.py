@@ -111,7 +111,8 @@ def _others(role: str) -> list[str]:
 def widest(subjects: Iterable[str]) -> list[str]:
     """Those that no other one covers: what two imports match is sent twice."""
     every = sorted(subjects)
-    return [one for one in every if not any(other != one and _covers(other, one) for other in every)]
+    wide = [one for one in every if "*" in one or ">" in one]
+    return [one for one in every if not any(other != one and _covers(other, one) for other in wide)]
 
 
 def _covers(wide: str, narrow: str) -> bool:

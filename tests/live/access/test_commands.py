@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from support.servers import running
 from towline.access.init import prepare_bus
+from towline.access.roles import ROLES
 from towline.bus.client import Bus
 from towline.bus.topology import BUCKETS, STREAMS, Topology
 from towline.cli.main import app
@@ -169,7 +170,14 @@ def test_what_is_written_for_the_bus_is_a_configuration_that_its_server_takes(tm
     for account in ("alpha", "beta"):
         called("access", "nats", "--jwt", "--account", account, "--run", "one", "--out", str(tmp_path / "jwt"))
         taken(tmp_path / "jwt")
-    assert (tmp_path / "jwt" / "nats.conf").read_text().count("  A") == 3  # two tenants and the system's
+    assert (tmp_path / "jwt" / "nats.conf").read_text().count("  A") == 2 * (1 + len(ROLES)) + 1  # two tenants' and the system's
+    for account in ("alpha", "beta"):
+        called("access", "nats", "--jwt", "--one-account", "--account", account, "--run", "one", "--out", str(tmp_path / "jwt"))
+        taken(tmp_path / "jwt")
+    assert (tmp_path / "jwt" / "nats.conf").read_text().count("  A") == 3
+    called("access", "nats", "--one-account", "--run", "one", "--out", str(tmp_path / "shared"))
+    taken(tmp_path / "shared")
+    assert "imports" not in (tmp_path / "shared" / "nats.conf").read_text()
     with pytest.raises(UsageError, match="--tls-cert and --tls-key go together"):
         called("access", "nats", "--run", "one", "--out", str(tmp_path / "half"), "--tls-cert", str(cert))
 
