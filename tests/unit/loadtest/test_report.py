@@ -109,12 +109,12 @@ def test_a_closed_loop_shows_each_systems_throughput_and_latency(tmp_path: Path)
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_thresholds_stand_with_what_was_found(tmp_path: Path, kept: bool) -> None:
-    text = f"[load.thresholds]\n'over_bound_rows' = {{ most = 0 }}\n'samples_per_second' = {{ least = {0.5 if kept else 5} }}\n"
-    result = written(tmp_path, text)
-    result.judge(load_scenario(tmp_path / "s.toml"))
+    asked = 50 if kept else 5000
+    text = f"[load.thresholds]\n'burst.twice' = {{ most = 0 }}\nknee_per_second = {{ least = {asked} }}\n"
+    result = transport(tmp_path, text)
+    result.metrics |= {"burst.twice": 0.0, "knee_per_second": 200.0}
+    result.judge(load_scenario(tmp_path / "hop.toml"))
     html = render([result])
-    assert ["over_bound_rows", "at most 0", "0", "yes"] in cells(html)
-    row = next(row for row in cells(html) if row[0] == "samples_per_second")
-    assert row[1] == f"at least {0.5 if kept else 5}"
-    assert row[3] == ("yes" if kept else "no")
-    assert ("Not kept: samples_per_second" in html) is not kept
+    assert ["burst.twice", "at most 0", "0", "yes"] in cells(html)
+    assert ["knee_per_second", f"at least {asked:,}", "200", "yes" if kept else "no"] in cells(html)
+    assert ("Not kept: knee_per_second = 200, at least 5000 is asked" in html) is not kept
