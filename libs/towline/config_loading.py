@@ -19,7 +19,7 @@ from towline.errors import UsageError
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
-STRICT = ConfigDict(extra="forbid", frozen=True)
+STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 """Of every table of the file: nothing but what it names, and it never changes."""
 
 T = TypeVar("T", bound=BaseModel)

@@ -50,6 +50,7 @@ def test_a_version_becomes_a_run_of_its_own(tmp_path, own_store):
             (["--from", "x"], "version_missing"),
             (["--from", "latest", "--name", "No Name"], "config"),
             (["--from", "latest", "--set", "no.key=1"], "override"),
+            (["--from", "latest", "--out", "nowhere/x.toml"], "output"),
         ):
             refused = towline(tmp_path, "run", "fork", "parent", "-o", "x.toml", *arguments)
             assert refused.returncode in (1, 2)
@@ -61,6 +62,7 @@ def test_a_version_becomes_a_run_of_its_own(tmp_path, own_store):
         sets = ["--set", f"store.url={(tmp_path / 'elsewhere').as_uri()}"]
         made = towline(tmp_path, "run", "fork", "parent", *arguments, *sets)
         assert made.returncode == 0, made.stderr
+        assert f"its settings are in {other}" in made.stdout
         settings = load_settings(other)
         assert (settings.run.name, settings.run.steps) == ("other", load_settings(DEMO).run.steps)
         assert (Path(settings.model.source) / "config.json").is_file()

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import structlog
 import typer
 
+from towline.cli.numbers import finite
 from towline.errors import UnavailableError, UsageError
 
 app = typer.Typer(help="Weights to and from other systems' layouts.", no_args_is_help=True)
@@ -40,10 +40,12 @@ def miles(
     ] = None,
     encoding: Annotated[str, typer.Option(help="export: xor or overwrite.")] = "xor",
     checksum: Annotated[str, typer.Option(help="export: xxh3-128, blake3 or adler32.")] = "xxh3-128",
-    poll_seconds: Annotated[float, typer.Option(min=0.05, help="How often to look.")] = 1.0,
+    poll_seconds: Annotated[float, typer.Option(min=0.05, callback=finite, help="How often to look.")] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a version.")] = False,
 ) -> None:
     """Follow a run or a folder and bring each new version to the other side, verified. Ctrl-C or SIGTERM ends it."""
+    import structlog
+
     from towline.interop.miles_export import Exporter
     from towline.interop.miles_import import Importer
     from towline.interop.miles_layout import CHECKSUMS, ENCODINGS

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
-import structlog
 import typer
 
+from towline.cli.numbers import finite
 from towline.errors import TowlineError, UnavailableError, UsageError
 from towline.runtime.terminal import say
 
@@ -47,7 +47,10 @@ def gc(
     every: Annotated[
         float | None,
         typer.Option(
-            min=0.1, metavar="SECONDS", help="A pass each so many seconds, one line each, until the run ends or SIGTERM."
+            min=0.1,
+            callback=finite,
+            metavar="SECONDS",
+            help="A pass each so many seconds, one line each, until the run ends or SIGTERM.",
         ),
     ] = None,
     as_json: Json = False,
@@ -56,6 +59,8 @@ def gc(
 
     What stays, and why the rest may go: docs/design/011-retention.md.
     """
+    import structlog
+
     from towline.local.run_directory import find_run
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
@@ -165,6 +170,8 @@ def held(objects: ObjectStore, log: Log, version: int, name: str | None = None) 
             try:
                 put_hold(objects, log.run, Hold(reader=reader, version=version, until=time.time() + HOLD_SECONDS))
             except TowlineError as error:  # the grace protects the reader meanwhile
+                import structlog
+
                 structlog.get_logger(__name__).warning("hold_not_renewed", reason=error.message)
 
     try:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from towline.cli.numbers import finite
 from towline.errors import MissingError, UsageError
 from towline.runtime.terminal import say
 
@@ -72,7 +73,9 @@ def requeue(
     sequences: Annotated[list[int] | None, typer.Argument(min=1, metavar="ID…", help="As `list` prints them.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every dead letter whose group was dropped.")] = False,
     stage: Annotated[str | None, typer.Option(help="With --all: only of this stage.")] = None,
-    wait_seconds: Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for the buffer's answer.")] = 10.0,
+    wait_seconds: Annotated[
+        float, typer.Option("--wait", min=0, callback=finite, help="Seconds to wait for the buffer's answer.")
+    ] = 10.0,
     as_json: Json = False,
 ) -> None:
     """Have the prompts of groups that were dropped over dead letters admitted again, each as a new group, once.

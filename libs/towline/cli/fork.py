@@ -38,7 +38,10 @@ def fork(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="The new run's TOML; NAME.toml beside the run's own, where its code lies, if left out."
+            "--output",
+            "-o",
+            "--out",
+            help="The new run's TOML; NAME.toml beside the run's own, where its code lies, if left out.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -62,7 +65,10 @@ def fork(
         number = _number(log, version)
         child = name or _name(before.run.name, number)
         new = RunDirectory(directory.path.with_name(child))
-        path = output or _beside(directory) / f"{child}.toml"
+        code = _beside(directory)
+        path = output or code / f"{child}.toml"
+        if not path.absolute().parent.is_dir():
+            raise UsageError(f"--out {path}: there is no folder {path.absolute().parent}", code="output")
         if path.exists() or new.exists:
             there = path if path.exists() else new.path
             raise ConflictError(f"{there} exists already: give another --name, or another --output", code="run_exists")
@@ -76,7 +82,13 @@ def fork(
         "run": child, "from": f"{before.run.name}@{number}", "depth": log.lineage.depth(number), "toml": str(path),
         "model_digest": entry.model_digest,
     }  # fmt: skip
-    print(json.dumps(answer) if as_json else f"run {child} begins at {answer['from']}; `towline up {path}` runs it")
+    if as_json:
+        print(json.dumps(answer))
+        return
+    print(f"run {child} begins at {answer['from']}")
+    print(f"its settings are in {path}; `towline up {path}` runs it")
+    if path.absolute().parent != code.absolute():
+        print(f"code of its own is looked for beside that file; the run's was beside its own, in {code}")
 
 
 def _number(log: Log, version: str) -> int:

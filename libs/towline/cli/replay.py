@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from towline.cli import trajectories
+from towline.cli.numbers import finite
 from towline.cli.runs import _overrides
 from towline.cli.source import SourceArgument, open_source
 from towline.errors import UsageError
@@ -39,9 +40,9 @@ def replay(
     ] = None,
     start: Annotated[
         int,
-        typer.Option("--from", metavar="VERSION", help="--verify: begin at its checkpoint; --into: with its weights."),
+        typer.Option("--from", min=0, metavar="VERSION", help="--verify: begin at its checkpoint; --into: with its weights."),
     ] = 0,
-    until: Annotated[int | None, typer.Option(metavar="VERSION", help="--verify, --into: end at this version.")] = None,
+    until: Annotated[int | None, typer.Option(min=0, metavar="VERSION", help="--verify, --into: end at this version.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="--verify, --into: another setting.")
     ] = None,
@@ -54,7 +55,9 @@ def replay(
         typer.Option("--rebatch", min=1, metavar="GROUPS", help="--into: the trajectories in batches of so many groups."),
     ] = None,
     go_on: Annotated[bool, typer.Option("--go-on", help="--verify: past the first difference.")] = False,
-    speed: Annotated[float, typer.Option(min=0, help="--to, --into: times the recorded speed; 0: as fast as it goes.")] = 0.0,
+    speed: Annotated[
+        float, typer.Option(min=0, callback=finite, help="--to, --into: times the recorded speed; 0: as fast as it goes.")
+    ] = 0.0,
     step: Annotated[bool, typer.Option("--step", help="--to, --into: one at a time, at each Enter.")] = False,
     arguments: Annotated[str, typer.Option(metavar="JSON", help="--rescore: the verifier's arguments.")] = "{}",
     scope: Annotated[str | None, typer.Option(help="--rescore: sample or group; the run's where left out.")] = None,
@@ -146,6 +149,8 @@ async def _send(target: str, to: str, wanted: Filter, speed: float, step: bool, 
                 sink.take(item)
     if to != "screen":
         print(f"{sink.count} trajectories in {to}", file=sys.stderr)
+    elif not sink.count:
+        print("no trajectory matches", file=sys.stderr)
 
 
 async def _enter() -> None:

@@ -162,6 +162,8 @@ def list_runs(
     if as_json:
         print(json.dumps(rows))
         return
+    if not rows:
+        print(f"no run was ever up in {folder}")
     for row in rows:
         reward = "" if row["reward_last"] is None else f"  reward {row['reward_last']:.3f} after {row['steps']} steps"
         print(f"{row['run']:32}  {row['state']}{reward}")

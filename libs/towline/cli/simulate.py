@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from towline.cli.numbers import finite
 from towline.errors import TowlineError, UsageError
 
 Toml = Annotated[Path, typer.Argument(metavar="RUN_OR_SCENARIO.toml", help="A run's TOML file, or a load test's.")]
@@ -17,13 +18,15 @@ Toml = Annotated[Path, typer.Argument(metavar="RUN_OR_SCENARIO.toml", help="A ru
 def simulate(
     toml: Toml,
     settings: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the simulation's own draws.")] = 0,
-    until: Annotated[float | None, typer.Option(help="Simulated seconds; else to the run's last step.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the simulation's own draws.")] = 0,
+    until: Annotated[
+        float | None, typer.Option(min=0, callback=finite, help="Simulated seconds; else to the run's last step.")
+    ] = None,
     calibrate: Annotated[
         Path | None, typer.Option(metavar="RESULT", help="Take the hops' times from a load test's result.")
     ] = None,
     against: Annotated[Path | None, typer.Option(metavar="RESULT", help="Compare with a load test's result.")] = None,
-    within: Annotated[float, typer.Option(help="With --against: how far off a figure may be.")] = 0.1,
+    within: Annotated[float, typer.Option(min=0, callback=finite, help="With --against: how far off a figure may be.")] = 0.1,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the result as a JSON file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

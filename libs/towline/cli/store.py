@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from towline.cli.numbers import finite
 from towline.errors import UnavailableError, UsageError
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ def mirror(
     keys_folder: Annotated[str, typer.Option(help="DST's keys, from `towline access s3`; role operator's are used.")] = "",
     ca: Annotated[str, typer.Option(help="PEM file: who signed DST's certificate.")] = "",
     follow: Annotated[bool, typer.Option("--follow", help="Go on until SIGTERM.")] = False,
-    every: Annotated[float, typer.Option(min=0.05, metavar="SECONDS", help="With --follow: how often SRC's LOG is read.")] = 0.5,
+    every: Annotated[
+        float, typer.Option(min=0.05, callback=finite, metavar="SECONDS", help="With --follow: how often SRC's LOG is read.")
+    ] = 0.5,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """Copy the versions that DST hasn't, each verified, its LOG entry last. It can be stopped and called again at any time.

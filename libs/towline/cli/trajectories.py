@@ -63,8 +63,11 @@ def list_trajectories(
 ) -> None:
     """The newest trajectories, the newest last, with their rewards."""
     wanted = make_filter(group, version, reward, finish, replica, lane, prompt, time, environment, state)
-    for item in asyncio.run(_list(target, wanted, last)):
+    found = asyncio.run(_list(target, wanted, last))
+    for item in found:
         say(json.dumps(row_of(item)) if as_json else line_of(item))
+    if not found and not as_json:
+        print("no trajectory matches, or none is there yet")
 
 
 @app.command()
@@ -96,7 +99,7 @@ def export_bundle(
     target: SourceArgument,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="BUNDLE", help="The folder to make.")],
     checkpoint: Annotated[
-        list[int] | None, typer.Option("--checkpoint", metavar="VERSION", help="Its checkpoint too, for `replay --from`.")
+        list[int] | None, typer.Option("--checkpoint", min=0, metavar="VERSION", help="Its checkpoint too, for `replay --from`.")
     ] = None,
     deltas: Annotated[bool, typer.Option(help="The versions' weights too: by how much a replay differs.")] = True,
     parquet: Annotated[bool, typer.Option("--parquet", help="Trajectories and outcomes as Parquet too.")] = False,

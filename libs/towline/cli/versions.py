@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Policy versions of a run.", no_args_is_help=True)
 
 Target = Annotated[str, typer.Argument(metavar="RUN_OR_TOML", help="A run's name (of one in ./runs) or its TOML file.")]
-Number = Annotated[int, typer.Argument(metavar="VERSION", help="The version's number: its entry in the LOG.")]
+Number = Annotated[int, typer.Argument(min=0, metavar="VERSION", help="The version's number: its entry in the LOG.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="The folder to write; it must not exist yet.")]
 PinName = Annotated[str, typer.Option("--name", help="Whose pin it is: each name pins on its own.")]
@@ -46,6 +46,9 @@ def list_versions(target: Target, as_json: Json = False) -> None:
         rows = [_row(log, number) | {"pins": pinned.get(number, [])} for number in log.lineage.versions()]
     if as_json:
         print(json.dumps(rows))
+        return
+    if not rows:
+        print("no versions yet: the trainer's first start makes entry 0")
         return
     print(f"{'version':>7}  {'base':>7}  {'epoch':>5}  {'depth':>5}  {'kind':5}  {'bytes':>9}  {'density':>7}  notes")
     for row in rows:
@@ -78,7 +81,9 @@ def show(target: Target, version: Number, as_json: Json = False) -> None:
 @app.command()
 def verify(
     target: Target,
-    version: Annotated[int | None, typer.Argument(metavar="[VERSION]", help="Only this one; default: all of the line.")] = None,
+    version: Annotated[
+        int | None, typer.Argument(min=0, metavar="[VERSION]", help="Only this one; default: all of the line.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Build versions from their stored bytes and compare every digest. Exit status 1 where one is wrong."""

@@ -19,7 +19,10 @@ def print_outcome(console: Console, finished: Finished, directory: RunDirectory)
     dropped = ", ".join(f"{count} {reason}" for reason, count in samples["dropped"].items()) or "none"
     rows = []
     for name, value in (
-        ("reward, held-out", f"{number(summary.reward_first)} -> {number(summary.reward_last)}"),
+        (
+            "reward, held-out" if summary.held_out else "reward, train",
+            f"{number(summary.reward_first)} -> {number(summary.reward_last)}",
+        ),
         ("steps", f"{summary.steps} in {summary.wall_seconds:.0f} s, {summary.versions_committed} policy versions"),
         (
             "samples",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from towline.config import Settings
+from towline.local.ports import KeptPorts
 from towline.local.run_directory import RunDirectory
 
 MODULES = {
@@ -31,6 +32,7 @@ class ServiceSpec:
     replica: str
     command: tuple[str, ...]
     environment: dict[str, str]
+    ports: KeptPorts | None = None
 
     @property
     def process(self) -> str:
@@ -44,8 +46,16 @@ def service_specs(directory: RunDirectory, settings: Settings, source: Path) -> 
         for index in range({"rollout_worker": settings.rollout.replicas, "gateway": settings.gateway.replicas}.get(service, 1)):
             threads = {"rollout_worker": settings.rollout.threads, "trainer": settings.trainer.threads}.get(service, 1)
             command = (sys.executable, "-m", MODULES[service], "--config", str(directory.settings_path), "--replica", str(index))
-            specs.append(ServiceSpec(service, str(index), command, service_environment(source, threads)))
+            ports = _open_ports(settings) if service == "gateway" else None
+            specs.append(ServiceSpec(service, str(index), command, service_environment(source, threads), ports))
     return specs
+
+
+def _open_ports(settings: Settings) -> KeptPorts:
+    """Those that a gateway chooses itself."""
+    gateway = settings.gateway
+    chosen = {"api_port": gateway.port == 0, "grpc_port": gateway.grpc_port == 0}
+    return KeptPorts(gateway.host, tuple(name for name, it in chosen.items() if it))
 
 
 def service_environment(source: Path, threads: int) -> dict[str, str]:

@@ -66,6 +66,8 @@ class Summary:
     tokens_per_s: float
     trainer_idle_share: float
     wall_seconds: float
+    held_out: bool = True
+    """Whether the rewards are those of evaluations; else of batches."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -127,10 +129,11 @@ def summarise(run: str, log: Log, control: ControlFold, audit: AuditReport, book
         staleness=_staleness([depth - row.least_depth for depth, row in rows]),
         delta=_delta(entry for entry in versions if entry.representation == "delta"),
         phase_seconds=_phases(versions, book),
-        trajectories_per_s=book.total("rollout_worker", "trajectories") / wall,
-        tokens_per_s=book.total("rollout_worker", "tokens") / wall,
+        trajectories_per_s=book.sampled("trajectories") / wall,
+        tokens_per_s=book.sampled("tokens") / wall,
         trainer_idle_share=min(idle / wall, 1.0),
         wall_seconds=book.wall_seconds,
+        held_out=any(record.mean is not None for record in control.evals.values()),
     )
 
 

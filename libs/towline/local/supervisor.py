@@ -13,13 +13,14 @@ import os
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from towline.errors import TowlineError, UnavailableError, UsageError
 from towline.local.daemon import Daemon
 from towline.local.run_directory import Processes, RunDirectory
 from towline.local.services import STOP_ORDER, ServiceSpec
+from towline.report.figures import Status
 
 FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.25, 8.0
 CALM_SECONDS = 60.0
@@ -87,6 +88,13 @@ class Supervisor:
                 raise self.failure
             self._changed.clear()
             await self._changed.wait()
+
+    def learn_ports(self, statuses: Iterable[Status]) -> None:
+        """What a service's processes chose: a restart asks for the same."""
+        for status in statuses:
+            for child in self._children:
+                if child.spec.ports and (child.spec.service, child.spec.replica) == (status.service, status.replica):
+                    child.spec.ports.learn(status.figures)
 
     def kill_services(self) -> None:
         """Now, without waiting."""
@@ -157,10 +165,11 @@ class Supervisor:
     async def _run_once(self, child: _Child) -> int:
         path = self._directory.log_path(child.spec.process)
         path.parent.mkdir(parents=True, exist_ok=True)
+        environment = child.spec.environment | (child.spec.ports.environment() if child.spec.ports else {})
         with path.open("ab") as log:
             # A session of its own: Ctrl-C is for `towline up`, which stops its services in order.
             child.process = await asyncio.create_subprocess_exec(
-                *child.spec.command, env=child.spec.environment, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
+                *child.spec.command, env=environment, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
         self.pids.add(child.process.pid)

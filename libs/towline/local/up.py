@@ -245,7 +245,9 @@ class Up:
             async with asyncio.timeout(2 * POLL_SECONDS):
                 statuses = decode_statuses(await bus.kv(STATUS).items())
                 # An entry outlives its process by some seconds: what an earlier `up`'s processes said isn't news.
-                book.update([status for status in statuses if status.pid in supervisor.pids])
+                mine = [status for status in statuses if status.pid in supervisor.pids]
+                book.update(mine)
+                supervisor.learn_ports(mine)
         return progress_of(book, steps=settings.run.steps, max_staleness=settings.buffer.max_staleness)
 
     async def _has_ended(self, settings: Settings, bus: Bus) -> bool:

@@ -18,6 +18,8 @@ from towline.runtime.files import write_private
 
 RATE_SECONDS = 10.0
 """A rate is that of the last so many seconds."""
+SAMPLERS = ("rollout_worker", "gateway")
+"""Services that deliver trajectories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class FigureBook:
         for status in statuses:
             self._latest[f"{status.service}.{status.replica}"] = status
             self._processes[f"{status.service}.{status.replica}.{status.pid}"] = status.figures
-        totals = {name: self.total("rollout_worker", name) for name in ("trajectories", "tokens")}
+        totals = {name: self.sampled(name) for name in ("trajectories", "tokens")}
         self._samples.append((now, totals))
         while len(self._samples) > 2 and self._samples[0][0] < now - RATE_SECONDS:
             self._samples.popleft()
@@ -98,8 +100,12 @@ class FigureBook:
         prefix = f"{service}."
         return sum(float(figures.get(name) or 0.0) for key, figures in self._processes.items() if key.startswith(prefix))
 
+    def sampled(self, name: str) -> float:
+        """`trajectories` or `tokens`: the workers', and those of sessions, which gateways finish."""
+        return sum(self.total(service, name) for service in SAMPLERS)
+
     def rate(self, name: str) -> float:
-        """How fast the workers' `trajectories` or `tokens` grow, per second."""
+        """How fast the sampled `trajectories` or `tokens` grow, per second."""
         if len(self._samples) < 2:
             return 0.0
         (start, first), (end, last) = self._samples[0], self._samples[-1]

@@ -172,6 +172,6 @@ LEFT_OUT: dict[str, frozenset[str]] = {
     "rollout_worker": frozenset({"requests.refused", "prepare_seconds", "pause_seconds"}),
     "reward": frozenset({"last_error"}),
     "publisher": frozenset({"refused"}),
-    "gateway": frozenset({"api_port", "api_url", "grpc_port", "ui_url"}),
+    "gateway": frozenset({"api_port", "api_url", "grpc_port", "ui_url", "trajectories", "tokens"}),
 }
-"""Figures that are no metrics, or are sums of one."""
+"""Figures that are no metrics, or are sums of one, or that a counter has already (a gateway's sessions_finished)."""

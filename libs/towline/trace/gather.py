@@ -146,8 +146,12 @@ async def _outcomes(source: Source, life: Life, stored: bytes | None) -> None:
 
 
 async def _dead(source: Source, life: Life) -> None:
+    """The letters about its trajectory, which reward alone writes: just before its final failure, or as it couldn't be read.
+    So DEAD isn't looked at for samples that have neither."""
+    if not (life.malformed or any(failure.final for failure in life.failures)):
+        return
     mine = source.topology.trajectory(life.group, life.sample)
-    async with contextlib.aclosing(source.read(DEAD)) as messages:
+    async with contextlib.aclosing(source.read(DEAD, subjects=[source.topology.dead("reward")])) as messages:
         async for message in messages:
             if _context(message).get("subject") == mine:
                 life.dead.append(message.headers.get("Towline-Reason", ""))

@@ -40,6 +40,8 @@ class Finisher:
         self._settings, self._bus, self._store, self._claims, self._tree = settings, bus, store, claims, tree
         self._replica = f"gateway-{replica}"
         self._finished = metrics.counter("sessions_finished_total", "sessions that became trajectories")
+        self.trajectories = self.tokens = 0
+        """Sessions that this process finished, and their policy tokens."""
 
     async def finish(self, held: Held, wanted: Finish) -> dict[str, Any]:
         """What the client is told; a repeat gets the same. 409 where the session was finished otherwise, or can't be."""
@@ -72,6 +74,8 @@ class Finisher:
         if content.state != "finished":
             await self._store.save(held, msgspec.structs.replace(content, state="finished"))
             self._finished.inc()
+            self.trajectories += 1
+            self.tokens += trajectory.policy_tokens
             faults.point("gateway.finished")
         return {
             "id": held.id, "group": trajectory.group, "sample": trajectory.sample, "group_size": trajectory.group_size,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,9 +16,12 @@ import pytest
 
 from towline.errors import UnavailableError, UsageError
 from towline.local.cleanup import UP, end_leftovers, end_run, start_guard
+from towline.local.daemon import free_ports
+from towline.local.ports import KeptPorts
 from towline.local.run_directory import Processes, RunDirectory
 from towline.local.services import ServiceSpec
 from towline.local.supervisor import Supervisor
+from towline.report.figures import Status
 
 SLEEP = "import time; time.sleep(60)"
 IGNORE = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
@@ -39,7 +44,7 @@ def spec(directory: RunDirectory, service: str, code: str, replica: str = "0") -
     return ServiceSpec(service, replica, command, dict(os.environ))
 
 
-async def until(condition, seconds=10.0):
+async def until(condition, seconds=60.0):
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 — another process changes it
             await asyncio.sleep(0.02)
@@ -61,11 +66,39 @@ async def test_a_killed_service_is_started_again_and_a_finished_one_isnt(directo
     assert Processes(directory).alive() == {}
 
 
+async def test_a_gateway_that_comes_back_has_the_port_that_it_took_first(directory):
+    code = "import os, time; print('asked for', os.environ.get('TOWLINE_GATEWAY__PORT', 'any'), flush=True); time.sleep(60)"
+    ports = KeptPorts("127.0.0.1", ("api_port",))
+    supervisor = Supervisor(
+        directory, [dataclasses.replace(spec(directory, "gateway", code), ports=ports)], [], lambda line: None
+    )
+    log = directory.log_path("gateway")
+
+    async def restarted(times: int) -> str:
+        await until(lambda: log.is_file() and log.read_text().count("asked for") == times)
+        line = log.read_text().splitlines()[-1]
+        Processes(directory).alive()["gateway"].kill()
+        return line
+
+    [port] = free_ports(1)
+    supervisor.start()
+    await until(lambda: "gateway" in Processes(directory).alive())
+    supervisor.learn_ports([Status("gateway", "0", 1, 0, True, "", 0.0, {"api_port": port})])
+    assert await restarted(1) == "asked for any"
+    assert await restarted(2) == f"asked for {port}"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        assert await restarted(3) in (f"asked for {port}", "asked for any")  # it was started before the port was taken, or after
+        assert await restarted(4) == "asked for any"
+    await supervisor.stop_services()
+
+
 async def test_when_all_are_done_the_run_is_done(directory):
     supervisor = Supervisor(directory, [spec(directory, "reward", "pass"), spec(directory, "buffer", SLEEP)], [], print)
     supervisor.start()
     supervisor.run_ended.set()
-    await asyncio.wait_for(supervisor.wait_done(), 10)
+    await asyncio.wait_for(supervisor.wait_done(), 60.0)
     assert supervisor.restarts.total() == 0
     await supervisor.stop_services()
 
@@ -76,7 +109,7 @@ async def test_one_that_somebody_else_stopped_before_the_end_is_started_again(di
     supervisor.start()
     await until(lambda: supervisor.restarts["reward"] == 1)
     supervisor.run_ended.set()
-    await asyncio.wait_for(supervisor.wait_done(), 10)
+    await asyncio.wait_for(supervisor.wait_done(), 60.0)
     await supervisor.stop_services()
 
 
@@ -85,7 +118,7 @@ async def test_a_wrong_configuration_ends_the_run_with_the_services_own_words(di
     supervisor = Supervisor(directory, [spec(directory, "trainer", code), spec(directory, "buffer", SLEEP)], [], print)
     supervisor.start()
     with pytest.raises(UsageError, match="trainer refused its configuration: model_missing: no such folder"):
-        await asyncio.wait_for(supervisor.wait_done(), 10)
+        await asyncio.wait_for(supervisor.wait_done(), 60.0)
     await supervisor.stop_services()
     assert Processes(directory).alive() == {}
 
@@ -97,7 +130,7 @@ async def test_one_that_keeps_dying_is_given_up(directory, monkeypatch):
     supervisor = Supervisor(directory, [spec(directory, "reward", "import sys; sys.exit('engine: broken')")], [], lambda _: None)
     supervisor.start()
     with pytest.raises(UnavailableError, match="reward ended 3 times: engine: broken"):
-        await asyncio.wait_for(supervisor.wait_done(), 10)
+        await asyncio.wait_for(supervisor.wait_done(), 60.0)
     await supervisor.stop_services()
 
 
@@ -109,7 +142,7 @@ async def test_one_that_keeps_leaving_before_the_run_is_over_is_given_up_as_well
     supervisor = Supervisor(directory, [spec(directory, "reward", "print('nothing to do')")], [], lambda _: None)
     supervisor.start()
     with pytest.raises(UnavailableError, match="reward ended 3 times: nothing to do"):
-        await asyncio.wait_for(supervisor.wait_done(), 10)
+        await asyncio.wait_for(supervisor.wait_done(), 60.0)
     await supervisor.stop_services()
 
 

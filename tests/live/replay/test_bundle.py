@@ -35,6 +35,14 @@ async def test_a_bundle_answers_as_the_run_does(ran):
     assert [row["sequence"] for row in rows] == wanted[-30:]
 
 
+def test_a_filter_that_nothing_matches_says_so_in_a_line(ran):
+    asked = ("trajectories", "list", "bundle", "--replica", "nobody")
+    assert towline(ran.folder, *asked).stdout == "no trajectory matches, or none is there yet\n"
+    assert towline(ran.folder, *asked, "--json").stdout == ""
+    sent = towline(ran.folder, "replay", "bundle", "--to", "screen", "--replica", "nobody")
+    assert (sent.stdout, sent.stderr) == ("", "no trajectory matches\n")
+
+
 async def test_rewards_are_found_and_filtered(ran):
     source = BundleSource.open(ran.bundle)
     scores = {}

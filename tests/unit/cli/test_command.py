@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+from towline.cli.main import app
 from towline.cli.runs import _overrides
 from towline.errors import UsageError
 
@@ -33,6 +38,9 @@ def towline(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         (("down", "nope"), 2, "run_missing: no run 'nope'"),
         (("serve", "trainre", "--config", str(DEMO)), 2, "service_name: service 'trainre': use one of buffer"),
         (("trajectories", "show", "nope", "x"), 2, "sample_name: 'x': use GROUP.SAMPLE"),
+        (("up", str(DEMO), "--set", "trainer.learning_rate=nan"), 2, "trainer.learning_rate"),
+        (("up", str(DEMO), "--set", "trainer.learning_rate=inf"), 2, "trainer.learning_rate"),
+        (("up", str(DEMO), "--dp", "-1"), 2, "trainer.dp"),
     ],
 )
 def test_a_wrong_call_is_one_line_and_exit_2(tmp_path, arguments, code, says):
@@ -49,8 +57,43 @@ def test_an_unknown_command_is_a_wrong_call(tmp_path):
     assert "frobnicate" in done.stderr
 
 
+def parameters(command: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from parameters(inner, f"{path} {name}")
+    yield from ((f"{path} {parameter.name}", parameter) for parameter in command.params)
+
+
+NUMBERS = [
+    (name, one) for name, one in parameters(typer.main.get_command(app)) if one.bare_type() in ("int", "float", "list[int]")
+]
+CHECKED_AS_SETTINGS = {" up steps", " up dp", " up tp", " up pp"}
+
+
+@pytest.mark.parametrize(("name", "parameter"), NUMBERS, ids=[name.strip() for name, _ in NUMBERS])
+def test_an_option_takes_no_negative_number_and_none_that_isnt_one(name: str, parameter: Any) -> None:
+    assert name in CHECKED_AS_SETTINGS or parameter.min >= 0
+    if parameter.bare_type() == "float":
+        for value in (math.nan, math.inf, -math.inf):
+            with pytest.raises(typer.BadParameter):
+                parameter.callback(None, parameter, value)
+        assert parameter.callback(None, parameter, 1.5) == 1.5
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "fast"])
+def test_a_speed_that_is_no_number_is_a_wrong_call(tmp_path, value):
+    done = towline("replay", "nope", "--to", "screen", "--speed", value, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--speed" in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_where_no_run_ever_was_the_list_says_so(tmp_path):
+    assert towline("run", "list", cwd=tmp_path).stdout == "no run was ever up in runs\n"
+    assert towline("run", "list", "--json", cwd=tmp_path).stdout == "[]\n"
+
+
 def test_starting_the_command_imports_neither_torch_nor_a_client(tmp_path):
-    heavy = ("torch", "transformers", "nats", "minio", "numba")
+    heavy = ("torch", "transformers", "nats", "minio", "numba", "numpy", "structlog", "pydantic")
     code = f"import sys, towline.cli.main; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"

@@ -25,6 +25,21 @@ def test_a_total_counts_every_process_once(tmp_path):
     assert book.total("rollout_worker", "nothing") == 0
 
 
+def test_what_is_sampled_counts_the_sessions_that_gateways_finish():
+    book = FigureBook()
+    for second in range(3):
+        book.update(
+            [
+                status("rollout_worker", 1, trajectories=10 * second, tokens=60 * second),
+                status("gateway", 2, trajectories=5 * second, tokens=20 * second),
+                status("trainer", 3, tokens=1000 * second),
+            ],
+            now=float(second),
+        )
+    assert (book.sampled("trajectories"), book.sampled("tokens")) == (30, 160)
+    assert (book.rate("trajectories"), book.rate("tokens")) == (15, 80)
+
+
 def test_totals_go_on_over_another_up(tmp_path):
     path = tmp_path / "figures.json"
     book = FigureBook(path)

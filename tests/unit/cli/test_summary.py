@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
+
 import msgspec
 import pytest
+from rich.console import Console
 
 from towline.audit.report import AuditReport, Counts
 from towline.contract.control import BatchRecord, BatchRow, EvalRecord, EvalRow
 from towline.contract.entries import BaseEntry, OpenEntry, VersionEntry
+from towline.local.report import print_outcome
+from towline.local.run_directory import RunDirectory
 from towline.local.summary import ControlFold, summarise
+from towline.local.up import Finished
 from towline.report.figures import FigureBook, Status
 from towline.store.lineage import Lineage
 
@@ -18,7 +24,7 @@ KEYS = {
     "staleness": {"mean", "p99", "max"},
     "delta": {"wire_bytes_mean", "density_mean", "ratio_mean"},
     "phase_seconds": {"encode", "upload", "commit", "prepare", "pause"},
-    "trajectories_per_s": None, "tokens_per_s": None, "trainer_idle_share": None, "wall_seconds": None,
+    "trajectories_per_s": None, "tokens_per_s": None, "trainer_idle_share": None, "wall_seconds": None, "held_out": None,
 }  # fmt: skip
 
 
@@ -154,6 +160,19 @@ def test_without_evaluations_the_batches_means_are_the_reward(log, book, control
     control.evals.clear()
     found = summarise("r", log, control, report(), book)
     assert (found.reward_first, found.reward_last) == (pytest.approx(0.1), pytest.approx(0.5))
+    assert not found.held_out
+
+
+@pytest.mark.parametrize(("evaluated", "label"), [(True, "reward, held-out"), (False, "reward, train")])
+def test_the_last_words_say_whose_reward_it_is(log, book, control, tmp_path, evaluated, label):
+    if not evaluated:
+        control.evals.clear()
+    console = Console(file=io.StringIO(), width=200)
+    print_outcome(console, Finished(summarise("r", log, control, report(), book), report()), RunDirectory(tmp_path))
+    lines = console.file.getvalue().splitlines()
+    assert [line for line in lines if line.startswith("reward")] == [
+        f"{label:18}{'0.200 -> 0.800' if evaluated else '0.100 -> 0.500'}"
+    ]
 
 
 def test_a_run_that_never_trained_has_a_summary_too(book):
