@@ -59,6 +59,7 @@ class GatewayService(Service):
             settings, bus=bus, store=self._sessions, claims=self._claims, desk=desk, fleet=self._fleet, planner=self._planner,
             metrics=self.metrics, replica=replica,
         )  # fmt: skip
+        self._finisher = sessions.finisher
         self._keeper = Keeper(bus, self._sessions, self._claims, sessions.finisher, mine.sessions.keep_seconds)
         self.api = Api(
             settings, fleet=self._fleet, desk=desk, planner=self._planner, tenants=tenants, metrics=self.metrics,
@@ -91,6 +92,8 @@ class GatewayService(Service):
             **({} if self.grpc_port is None else {"grpc_port": self.grpc_port}),
             "running": self.api.metering.running,
             "continued": self._sampler.continued,
+            "trajectories": self._finisher.trajectories,
+            "tokens": self._finisher.tokens,
             **({"claims_open": self._keeper.open} if self._claims.open else {}),
             "versions": {str(version): count for version, count in self._fleet.versions().items()},
         }
