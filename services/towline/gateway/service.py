@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import anyio
+
 from towline.bus.client import Bus
 from towline.config import Settings
 from towline.errors import MissingError, UnavailableError, UsageError
@@ -99,6 +101,8 @@ class GatewayService(Service):
         }
 
     async def run(self) -> None:
+        async with anyio.create_task_group():
+            pass  # what Starlette streams by: its first use imports it, which would hold up every request for a second
         await self._calls.start()
         await self._server.start()
         if self._grpc is not None:
@@ -162,6 +166,8 @@ class GatewayService(Service):
             if self._model is None and self._fleet.lineage.versions():
                 with contextlib.suppress(UnavailableError, MissingError):
                     model = await asyncio.to_thread(load_model, self.objects, self._fleet.log)
+                    with contextlib.suppress(UsageError):  # read now: the first request shouldn't wait for it
+                        await asyncio.to_thread(model.encode, "")
                     self._model = Planner(self.settings, model)
             why = self._not_ready()
             if why is None:
