@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 EXTRAS := torch,megatron,gateway,local,fast,checksums,plots,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-access test-sites test-gateway test-large test-ranks soak lint proto clean bench-weights staleness-study bench-views test-tracing bench-load bench-simulation bench-activation sglang-venv demo-sglang demo-agent test-sglang test-replay test-megatron compose-test
+.PHONY: help setup demo test test-access test-sites test-gateway test-large test-ranks soak lint proto clean bench-weights staleness-study bench-views test-tracing bench-load test-load bench-simulation bench-activation sglang-venv demo-sglang demo-agent test-sglang test-replay test-megatron compose-test
 
 help:
 	@echo "make setup   the virtual environment (the other targets call it; nothing to do: under a second)"
@@ -24,6 +24,7 @@ help:
 	@echo "make bench-views   what top, the live view, trace readers and tracing cost a run at 1,000 trajectories/s (four minutes; ARGS=--check)"
 	@echo "make test-tracing   a whole run with tracing on: every sample leads to the version it made (half a minute)"
 	@echo "make bench-load   a load test (SCENARIO=throughput, churn, thousand, soak …: loadtests/*.toml)"
+	@echo "make test-load    the load tests of the gateway and of a recorded run, whole (four minutes)"
 	@echo "make bench-simulation   the simulator against load tests of this machine (ten minutes)"
 	@echo "make bench-activation   what a new version costs a generating torch engine (two minutes, both cores idle; ARGS=--check)"
 	@echo "make test-large   a tensor of more than 4 GiB through files and the command (minutes, 10 GB of memory, 20 GB of disk)"
@@ -67,6 +68,9 @@ test-tracing: setup
 
 bench-load: setup
 	@$(BIN)/towline loadtest loadtests/$(or $(SCENARIO),throughput).toml $(ARGS)
+
+test-load: setup
+	@$(BIN)/pytest --quiet -m slow tests/live/loadtest
 
 bench-simulation: setup
 	@$(BIN)/python -m loadtests.simulation $(ARGS)

@@ -75,6 +75,10 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
         failed = sum(count for stage, count in self.failures.items() if (stage == "environment") is environment)
         return failed / max(self.samples + sum(self.failures.values()), 1)
 
+    def failed_turns(self, turns: int, *, environment: bool) -> float:
+        """The chance of each turn that makes that share of attempts of so many turns."""
+        return float(1 - (1 - self.failed_share(environment=environment)) ** (1 / turns))
+
     def group_of(self, chance: random.Random) -> int:
         """A recorded group's place, each as likely as it has samples."""
         while True:  # by rejection: a group of k samples is taken k times in `group_size`

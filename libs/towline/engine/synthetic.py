@@ -100,8 +100,6 @@ class SyntheticEngine:
     ) -> None:
         factor = self._factor = (slow or {}).get(replica, 1.0)
         self._recording = read_recording(recorded) if recorded else None
-        if self._recording is not None:
-            transient_failure_rate = self._recording.failed_share(environment=False)
         self._idle_after = idle_after_tokens
         self.slots, self.max_context = slots, max_context_tokens
         self._room = room or slots
@@ -138,8 +136,8 @@ class SyntheticEngine:
     async def generate(self, request: GenerateRequest) -> Generation:
         self.health()
         budget = token_budget(request, vocabulary=self._vocabulary, max_context=self.max_context)
-        wanted, fails_at, ends, speed = self._turn(request)
-        if self._chance.random() < self._transient_rate:
+        wanted, fails_at, ends, speed, once = self._turn(request)
+        if self._chance.random() < once:
             fails_at = self._chance.randrange(min(wanted, budget))
         running = _Running(
             request, min(wanted, budget), speed, fails_at, asyncio.get_running_loop().create_future(), time.perf_counter(),
@@ -192,9 +190,9 @@ class SyntheticEngine:
         if self._ticker is None or self._ticker.done():
             raise EngineError("the synthetic engine isn't running; start one", code="engine_stopped")
 
-    def _turn(self, request: GenerateRequest) -> tuple[int, int | None, bool, float]:
+    def _turn(self, request: GenerateRequest) -> tuple[int, int | None, bool, float, float]:
         """How many tokens are left of the turn that the sample is in at `position0`, after how many of them it fails, whether it
-        ends by itself, and its tokens a second."""
+        ends by itself, its tokens a second, and the chance that this call fails."""
         if self._recording is not None:
             return self._recorded_turn(request)
         seed, position0, number, begins = request.seed, request.position0, 0, 0
@@ -206,19 +204,20 @@ class SyntheticEngine:
             if begins + length > position0:
                 done = position0 - begins
                 left = None if fails_at is None or fails_at < done else fails_at - done
-                return length - done, left, True, self._speed
+                return length - done, left, True, self._speed, self._transient_rate
             number, begins = number + 1, begins + length
 
-    def _recorded_turn(self, request: GenerateRequest) -> tuple[int, int | None, bool, float]:
+    def _recorded_turn(self, request: GenerateRequest) -> tuple[int, int | None, bool, float, float]:
         assert self._recording is not None
         sample = self._recording.asked(request.tokens, request.seed)
         speed = sample.tokens_per_second / self._factor or self._speed
+        once = self._recording.failed_turns(len(sample.turns), environment=False)
         ends = 0
         for turn in sample.turns:
             ends += turn.policy
             if ends > request.position0:
-                return ends - request.position0, None, turn is not sample.turns[-1] or sample.ends_by_itself, speed
-        return 1, None, True, speed
+                return ends - request.position0, None, turn is not sample.turns[-1] or sample.ends_by_itself, speed, once
+        return 1, None, True, speed, once
 
     async def _tick(self) -> None:
         while True:

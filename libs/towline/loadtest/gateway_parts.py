@@ -27,6 +27,8 @@ from towline.loadtest.scenario import Scenario
 from towline.loadtest.transport import START_SECONDS, knee, together
 from towline.loadtest.usage import Usage
 
+FIRST_SECONDS = 0.5
+"""Requests of the gateway's first half second are the cold ones."""
 PROGRAM = "towline.loadtest.clients"
 SWEEP = ("offered", "achieved", "p50", "p90", "p99", "p99.9", "ttft_p50", "ttft_p99")
 """Columns of the sweep; p… of the latency."""
@@ -62,7 +64,9 @@ class Parts:
     async def run(self) -> None:
         mine = self._mine
         if self._load.warm_up_seconds:
-            await self._measure("warm-up", seconds=self._load.warm_up_seconds, seed=-1)
+            part = await self._measure("warm-up", seconds=self._load.warm_up_seconds, seed=-1)
+            first = [call.first - call.meant for call in part.calls if call.first and call.meant < part.began + FIRST_SECONDS]
+            self._told.append(lambda result: result.distribution("cold.ttft_seconds", first))
         if mine.rounds:
             await self._closed()
         if mine.rates:

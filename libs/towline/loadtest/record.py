@@ -29,6 +29,9 @@ from towline.errors import MalformedError, UsageError
 MOST_GROUPS = 4000
 """That are kept: of a longer run so many, drawn at random. A group of 16 takes about 600 bytes."""
 
+FAILURES = ("generate", "environment", "malformed")
+"""Stages at which the sample itself failed. What was given up for its version, or with its worker, is the fleet's doing."""
+
 
 class Recorder:
     """`take` samples and failures; `made` is the whole."""
@@ -86,7 +89,7 @@ async def record(source: Source) -> Recording:
                 )  # fmt: skip
     async with contextlib.aclosing(source.read(OUTCOME)) as messages:
         async for message in messages:
-            if isinstance(outcome := decode_outcome(message.data), Failure):
+            if isinstance(outcome := decode_outcome(message.data), Failure) and outcome.stage in FAILURES:
                 recorder.failures[outcome.stage] += 1
     return recorder.made(source.where)
 

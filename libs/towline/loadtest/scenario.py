@@ -236,7 +236,8 @@ def _record(tree: dict[str, Any], path: Path, lengths: LengthsTarget) -> None:
     rollout["arguments"] = {**rollout.get("arguments", {}), "recorded": lengths.where}
     sampling.setdefault("max_tokens", max(sample.policy_tokens for sample in samples) + 1)
     whole = max(sample.prompt + sum(turn.policy + turn.environment for turn in sample.turns) for sample in samples)
-    rollout.setdefault("max_context_tokens", whole + MARK_TOKENS + 1)
+    first = max(sample.prompt for sample in samples) + int(sampling["max_tokens"])  # the first turn may ask for all of it
+    rollout.setdefault("max_context_tokens", max(whole, first) + MARK_TOKENS + 1)
 
 
 def _tree(path: Path, overrides: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -45,7 +45,6 @@ class RecordedAgent:
 
     def __init__(self, *, recorded: str) -> None:
         self._recording = read_recording(recorded)
-        self._fails = self._recording.failed_share(environment=True)
         self._turn = 0
 
     def reset(self, task: Task) -> list[int]:
@@ -61,7 +60,7 @@ class RecordedAgent:
     async def step(self, tokens: list[int], finish: str) -> Step:
         sample, turn = self._sample, self._turn
         self._turn += 1
-        if self._chance.random() < self._fails / len(sample.turns):
+        if self._chance.random() < self._recording.failed_turns(len(sample.turns), environment=True):
             raise RuntimeError("a failure of the environment, as often as the recorded run had them")
         if finish == "length" or self._turn >= len(sample.turns):
             return Step(done=True, limit_reached=sample.finish == "tool_limit")
