@@ -81,7 +81,11 @@ async def _room(bus: Bus, settings: BusSettings) -> AsyncIterator[Finding]:
                 "lower bus.budget_bytes, remove old runs' streams, or raise the account's limit",
             )
     if settings.replicas == 1:
-        yield ok("bus", "one copy of each stream: safe against kill -9; against a power loss set bus.replicas = 3")
+        yield ok(
+            "bus",
+            "one copy of each stream: safe against kill -9; a power cut may take the newest records (sync_interval: always in "
+            "the server's configuration, or bus.replicas = 3)",
+        )
 
 
 async def _streams(bus: Bus, settings: BusSettings) -> AsyncIterator[Finding]:

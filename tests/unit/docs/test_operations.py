@@ -189,3 +189,12 @@ def test_the_samples_that_the_default_budget_holds_are_those_of_the_formula() ->
     assert match is not None
     assert int(match[1].replace(",", "")) == pytest.approx(holds[0], rel=0.03)
     assert holds[0] < min(holds[1:])
+
+
+def test_readme_operations_and_doctor_say_the_same_of_a_power_cut() -> None:
+    readme, doctor = " ".join((ROOT / "README.md").read_text().split()), (ROOT / "libs/towline/doctor/bus.py").read_text()
+    claim = "`bus.replicas = 3` on machines that don't lose power together makes it rare"
+    assert claim in readme
+    assert claim in " ".join(PAGE.split())
+    for text in (readme, PAGE, doctor):
+        assert "sync_interval: always" in text
