@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 
 
-async def until(condition: Callable[[], bool | Awaitable[bool]], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], bool | Awaitable[bool]], seconds: float = 60.0) -> None:
     """Return once `condition()` holds; `TimeoutError` after `seconds`."""
     async with asyncio.timeout(seconds):
         while True:

@@ -84,7 +84,7 @@ async def test_kill_9_at_any_time_loses_nothing_that_was_admitted(
             await until(finished)
             figures = (await status(bus))["figures"]
             process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.wait(), 10) == 0
+            assert await asyncio.wait_for(process.wait(), 60.0) == 0
         report = await audit(bus, Log(objects, run_name), settings)
         standing = await records(bus)
     assert report.clean, report.lines()
@@ -116,10 +116,10 @@ async def test_a_standby_waits_its_turn_and_hanging_states_have_a_name(
             await Trainer(bus, objects, settings).train(until_depth=0)
             await until(lambda: says("0", "no_eligible_replica"))
             first.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(first.wait(), 10) == 0
+            assert await asyncio.wait_for(first.wait(), 60.0) == 0
             await until(lambda: says("1", "no_eligible_replica"))
             second.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(second.wait(), 10) == 0
+            assert await asyncio.wait_for(second.wait(), 60.0) == 0
         writers = [record for record in await records(bus) if isinstance(record, WriterRecord)]
     assert len(writers) == 2
 

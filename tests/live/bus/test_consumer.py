@@ -155,7 +155,7 @@ async def test_a_reader_survives_sigkill_of_the_server(mortal: BusSettings, mort
     log = ControlLog(bus, "buffer")
     log.last_sequence = 400
     await log.append([(bus.topology.task("train"), b"after")])
-    await asyncio.wait_for(working, 10)
+    await asyncio.wait_for(working, 60.0)
     assert taken == {b"%d" % number for number in range(400)} | {b"after"}
     await bus.close()
 

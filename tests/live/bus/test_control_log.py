@@ -112,7 +112,7 @@ async def test_lost_answers_are_resolved_by_reading_back(bus: Bus, bus_settings:
         assert not appending.done()
         proxy.swallow = False
         proxy.cut()
-        assert await asyncio.wait_for(appending, 10) == list(range(2, 302))
+        assert await asyncio.wait_for(appending, 60.0) == list(range(2, 302))
         assert await log.append(_records(far, "far", range(300, 301))) == [302]
         await far.close()
     assert [data for _, data in await _stored(bus)][1:] == [data for _, data in _records(bus, "far", range(301))]

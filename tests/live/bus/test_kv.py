@@ -81,7 +81,7 @@ async def test_a_lost_answer_to_an_update_is_resolved(bus: Bus, bus_settings: Bu
         await until(arrived)
         proxy.swallow = False
         proxy.cut()
-        assert await asyncio.wait_for(updating, 10) == revision + 1
+        assert await asyncio.wait_for(updating, 60.0) == revision + 1
         await far.close()
 
 

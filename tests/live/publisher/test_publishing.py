@@ -72,7 +72,7 @@ async def serving(
         yield served
         if not served.task.done():
             served.draining.set()
-            assert await asyncio.wait_for(served.task, 5) == "drained"
+            assert await asyncio.wait_for(served.task, 60.0) == "drained"
     finally:
         served.task.cancel()
 
@@ -203,5 +203,5 @@ async def test_it_leaves_when_the_run_is_over_and_not_before(
         await asyncio.sleep(1.3)
         assert not served.task.done()
         await bus.publish(end, encode(EndRecord(writer="b/2", reason="steps", depth=3)))
-        assert await asyncio.wait_for(served.task, 5) == "ended"
+        assert await asyncio.wait_for(served.task, 60.0) == "ended"
     assert (await bus.stream_state(CONTROL)).messages == 2

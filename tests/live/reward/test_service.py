@@ -72,7 +72,7 @@ async def scores(bus: Bus) -> dict[tuple[int, int], float]:
     return {(score.group, score.sample): score.reward for score in found}
 
 
-async def until_scored(bus: Bus, count: int, seconds: float = 20.0) -> dict[tuple[int, int], float]:
+async def until_scored(bus: Bus, count: int, seconds: float = 60.0) -> dict[tuple[int, int], float]:
     async with asyncio.timeout(seconds):
         while len(found := await scores(bus)) < count:  # noqa: ASYNC110 — it's another process that one waits for
             await asyncio.sleep(0.05)
@@ -116,7 +116,7 @@ async def test_drained_it_finishes_what_it_has_in_hand(bus, config, make_traject
     async with running(config, TOWLINE_REWARD__FUNCTION="my_rewards:slow", TOWLINE_REWARD__CONCURRENCY="4") as process:
         await until_scored(bus, 4)
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 10) == 0
+        assert await asyncio.wait_for(process.wait(), 60.0) == 0
     assert len(await scores(bus)) == 60
 
 

@@ -84,7 +84,7 @@ class Probe:
         await until(told)
         return found[-1]
 
-    async def ended(self, seconds: float = 10.0) -> int:
+    async def ended(self, seconds: float = 60.0) -> int:
         return await asyncio.to_thread(self.process.wait, seconds)
 
 

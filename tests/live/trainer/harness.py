@@ -307,7 +307,7 @@ class Stage:
     figures: Figures = field(default_factory=Figures)
     told: list[str | None] = field(default_factory=list)
 
-    async def train(self, seconds: float = 20.0, settings: Settings | None = None) -> None:
+    async def train(self, seconds: float = 60.0, settings: Settings | None = None) -> None:
         """A trainer in this process, from its start to its end."""
         async with asyncio.timeout(seconds):
             await run_trainer(

@@ -137,7 +137,7 @@ async def test_a_drained_worker_hands_over_every_token_and_the_next_one_ends_as_
     await world.task(2, sampling=SamplingParams(max_tokens=8), not_before_depth=3)
     await until(lambda: _has_tokens(world, 1, 60))
     first.worker.drain()
-    assert await asyncio.wait_for(first.ended, 10.0) == "drained"
+    assert await asyncio.wait_for(first.ended, 60.0) == "drained"
     partial = await partial_of(world, 1)
     assert 60 <= partial.policy_tokens < 250, "generated in a second"
     assert (partial.starts, first.worker.figures.handed_over) == (0, 2)

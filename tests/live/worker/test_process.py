@@ -60,7 +60,7 @@ async def test_a_worker_s_process_from_ready_to_drained_and_to_the_run_s_end(
     world.seed()
     process = await begin(world, bus_settings, "torch", "one")
     try:
-        await world.served(0, "one", seconds=40.0)
+        await world.served(0, "one", seconds=120.0)
         await world.task(1)
         assert (await world.trajectory(1)).replica == "one"
         await world.task(2, not_before_depth=3)
@@ -72,18 +72,18 @@ async def test_a_worker_s_process_from_ready_to_drained_and_to_the_run_s_end(
 
         await until(busy)
         process.send_signal(signal.SIGTERM)
-        output, _ = await asyncio.wait_for(process.communicate(), 10.0)
+        output, _ = await asyncio.wait_for(process.communicate(), 60.0)
         assert process.returncode == 0, output.decode()
     finally:
         if process.returncode is None:
             process.kill()
     process = await begin(world, bus_settings, "synthetic", "two")
     try:
-        await world.served(0, "two", seconds=40.0)
+        await world.served(0, "two", seconds=120.0)
         await world.task(3)
         assert (await world.trajectory(3)).engine == "synthetic"
         await world.end()
-        output, _ = await asyncio.wait_for(process.communicate(), 10.0)
+        output, _ = await asyncio.wait_for(process.communicate(), 60.0)
         assert process.returncode == 0, output.decode()
     finally:
         if process.returncode is None:

@@ -251,5 +251,5 @@ async def test_an_engine_that_dies_ends_the_worker_so_that_it_is_started_anew(wo
     assert isinstance(engine, TorchEngine)
     engine._failure = EngineError("out of memory", code="engine_failed")
     with pytest.raises(EngineError, match="out of memory"):
-        await asyncio.wait_for(asyncio.shield(running.ended), 5.0)
+        await asyncio.wait_for(asyncio.shield(running.ended), 60.0)
     running.ended = asyncio.create_task(asyncio.sleep(0, "drained"))

@@ -240,7 +240,7 @@ async def test_the_run_s_end_ends_the_worker_unless_it_went_on(world: World, sta
     await world.task(2, sampling=LONG)
     await until(lambda: running.worker.busy == 1)
     await world.end()
-    assert await asyncio.wait_for(running.ended, 5.0) == "ended"
+    assert await asyncio.wait_for(running.ended, 60.0) == "ended"
 
 
 async def test_a_worker_asks_for_no_more_than_its_engine_runs_and_what_it_leaves_another_takes(

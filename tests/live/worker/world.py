@@ -170,7 +170,7 @@ class World:
             found[trajectory.group, trajectory.sample] = trajectory
         return found
 
-    async def trajectory(self, group: int, sample: int = 0, *, seconds: float = 20.0) -> Trajectory:
+    async def trajectory(self, group: int, sample: int = 0, *, seconds: float = 60.0) -> Trajectory:
         """Waits for it."""
         subject = self.bus.topology.trajectory(group, sample)
         await until(lambda: self._is_there(subject), seconds)
@@ -189,7 +189,7 @@ class World:
             found.append(outcome)
         return found
 
-    async def failure(self, seconds: float = 20.0) -> Failure:
+    async def failure(self, seconds: float = 60.0) -> Failure:
         """Waits for the first."""
         found: list[Failure] = []
 
@@ -214,7 +214,7 @@ class World:
         value = await self.bus.kv(REPLICAS).get(replica)
         return None if value is None else decode_replica(value)
 
-    async def served(self, version: int, replica: str = "w", seconds: float = 20.0) -> Ack:
+    async def served(self, version: int, replica: str = "w", seconds: float = 60.0) -> Ack:
         """Waits until the replica has acknowledged the version."""
 
         async def there() -> bool:
