@@ -102,7 +102,7 @@ class GatewayService(Service):
 
     async def run(self) -> None:
         async with anyio.create_task_group():
-            pass  # what Starlette streams by: its first use imports it, which would hold up every request for a second
+            pass  # what Starlette streams by: its first use imports it, and would hold up every request meanwhile
         await self._calls.start()
         await self._server.start()
         if self._grpc is not None:

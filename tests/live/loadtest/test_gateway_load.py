@@ -77,7 +77,6 @@ idle_streams = 8
 grpc = true
 [load.thresholds]
 "closed.errors" = { most = 0 }
-"sessions.turn.errors" = { most = 0 }
 "grpc.errors" = { most = 0 }
 "tenants.light.refused" = { most = 0 }
 "audit.violations" = { most = 0 }
