@@ -1,5 +1,6 @@
 """A run's settings: one typed model per part, one TOML file per run, `TOWLINE_SECTION__KEY` in the environment on top.
 
+[bus] and [store] stand in config_servers.py, [trainer] and [publisher] in config_trainer.py, [gateway] in config_gateway.py.
 Every service reads the same file. An unknown key, a wrong type or an impossible value is one line that names the key.
 Import paths (`module:name`) are looked up with the TOML file's folder on `sys.path`, so that a run's own code may lie beside it.
 """
@@ -12,15 +13,22 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, SecretStr, field_validator, model_validator
 
 from towline.bus.topology import ACK_WAIT_SECONDS, MAX_ATOMIC_MESSAGES, REWARD_ACK_WAIT_SECONDS, RUN_NAME
+from towline.config_gateway import GatewaySettings, TenantSettings
 from towline.config_loading import STRICT, Count, ImportPath, Positive, import_object, read_settings
 from towline.config_servers import BusSettings, StoreSettings, read_secret
 from towline.config_sessions import SessionSettings
-from towline.errors import UsageError
+from towline.config_trainer import PublisherSettings, TrainerSettings
 
-__all__ = ["BusSettings", "SessionSettings", "StoreSettings", "import_object"]
-
-LEAST_TOKEN = 16
-"""Characters of a tenant's token."""
+__all__ = [
+    "BusSettings",
+    "GatewaySettings",
+    "PublisherSettings",
+    "SessionSettings",
+    "StoreSettings",
+    "TenantSettings",
+    "TrainerSettings",
+    "import_object",
+]
 
 
 class _Section(BaseModel):
@@ -208,81 +216,6 @@ class RewardSettings(_Section):
     0: never."""
 
 
-class TrainerSettings(_Section):
-    backend: Literal["torch", "megatron"] = "torch"
-    device: str = "cpu"
-    """cpu, or cuda: the GPU of each rank's number on its machine."""
-    threads: Count = 1
-    """Of each rank."""
-    dp: Count = 1
-    """Data parallel ranks: each computes on its part of a batch's rows. A trainer is dp x tp x pp processes."""
-    tp: Count = 1
-    """Tensor parallel ranks (megatron): each has a part of every matrix."""
-    pp: Count = 1
-    """Pipeline parallel ranks (megatron): each has some of the layers."""
-    sequence_parallel: bool = False
-    """With tp: activations between the matrices are split along the sequence (megatron)."""
-    distributed_optimizer: bool = False
-    """With dp: each rank has a part of the optimiser's state (megatron)."""
-    rank_timeout_seconds: Positive = 1800.0
-    """How long a rank waits for one that hangs, or that fetches or uploads more than it does. One that dies is seen at once."""
-    recompute: bool = False
-    """Activations are computed again in the backward pass instead of being kept."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the forward and backward pass; with bfloat16 the optimiser has fp32 masters."""
-    parallel: Literal["ddp", "fsdp"] = "ddp"
-    """How the dp ranks of the backend torch hold the model: whole on each, or (FSDP2) a part of every tensor on each."""
-    packing: bool = False
-    """Rows lie end to end in a micro batch, without padding between them (torch). For models of transformers whose attention
-    keeps such rows apart, which is checked at the start."""
-    loss: str = "grpo"
-    loss_arguments: dict[str, Any] = {}
-    advantage: str = "group_normalised"
-    correction: str = "none"
-    correction_arguments: dict[str, Any] = {}
-    learning_rate: Positive = 1e-6
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    final_learning_rate_share: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Linear decay to this share of learning_rate at the last step."""
-    adam_betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    max_gradient_norm: Positive = 1.0
-    minibatches: Count = 1
-    """Optimiser steps on one batch."""
-    micro_batch_tokens: Count = 65_536
-    """Positions in one forward pass, padding included."""
-    checkpoint_every: Count = 20
-    """Versions between checkpoints."""
-    mode: Literal["auto", "sync", "async"] = "auto"
-    """sync waits for each version's commit before the next step; auto: sync where max_staleness is 0."""
-    delta_mode: str = "default"
-
-    @property
-    def ranks(self) -> int:
-        """Processes that compute one step together."""
-        return self.dp * self.tp * self.pp
-
-    def alone(self) -> TrainerSettings:
-        """The same for one process, as a replay is."""
-        return self.model_copy(update={"dp": 1, "tp": 1, "pp": 1, "sequence_parallel": False, "distributed_optimizer": False})
-
-    @model_validator(mode="after")
-    def _parallel(self) -> TrainerSettings:
-        if self.backend != "megatron" and (self.tp > 1 or self.pp > 1):
-            raise ValueError("tp and pp need backend = 'megatron'")
-        if self.sequence_parallel and self.tp == 1:
-            raise ValueError("sequence_parallel needs tp > 1")
-        return self
-
-
-class PublisherSettings(_Section):
-    verify: Literal["reapply", "sender"] = "reapply"
-    probe_tolerance: Positive = 1e-3
-    poll_seconds: Positive = 0.5
-    anchor_every: Count = 50
-    """Versions between anchors."""
-
-
 class ServiceSettings(_Section):
     host: str = "127.0.0.1"
     """Where /healthz, /readyz and /metrics listen."""
@@ -300,90 +233,6 @@ class ServiceSettings(_Section):
     def secret(self) -> str:
         """The token, by value or from its file."""
         return read_secret(self.token_file, "service.token_file") or self.token.get_secret_value()
-
-
-class TenantSettings(_Section):
-    token: SecretStr = SecretStr("")
-    """The bearer token: at least 16 characters."""
-    token_file: str = ""
-    """A file that holds it, instead of its value here."""
-    requests_per_minute: Annotated[int, Field(ge=0)] = 0
-    """0: no limit."""
-    concurrent: Annotated[int, Field(ge=0)] = 0
-    """Requests at a time; 0: no limit."""
-    sessions: Annotated[int, Field(ge=0)] = 0
-    """Open sessions at a time; 0: no limit."""
-    may_reward: bool = False
-    """Where gateway.sessions.client_rewards allows it, this tenant's `finish` may say the reward."""
-
-    @property
-    def secret(self) -> str:
-        """The token, by value or from its file. `UsageError` where the file's is too short."""
-        token = read_secret(self.token_file, "gateway.tenants: token_file")
-        if self.token_file and len(token) < LEAST_TOKEN:
-            raise UsageError(f"{self.token_file}: a tenant's token has at least {LEAST_TOKEN} characters", code="tenant_token")
-        return token or self.token.get_secret_value()
-
-    @model_validator(mode="after")
-    def _one(self) -> TenantSettings:
-        token = self.token.get_secret_value()
-        if bool(self.token_file) == bool(token):
-            raise ValueError("give either token or token_file")
-        if token and len(token) < LEAST_TOKEN:
-            raise ValueError(f"use at least {LEAST_TOKEN} characters for token")
-        return self
-
-
-class GatewaySettings(_Section):
-    host: str = "127.0.0.1"
-    """Where the API listens; beyond loopback it needs tenants."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """0: any free one; it's logged and stands in the status as `api_port`."""
-    tenants: dict[Annotated[str, Field(pattern=r"^[a-z0-9-]{1,32}$")], TenantSettings] = {}
-    """Who may send requests; none: anybody who reaches it, on loopback."""
-    grpc_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Where gRPC is served beside HTTP (the extra `gateway`); 0: any free one, `grpc_port` in the status. Left out: nowhere."""
-    tls_certificate: str = ""
-    """PEM files, both or neither: the API is served over TLS, gRPC too."""
-    tls_key: str = ""
-    replicas: Annotated[int, Field(ge=0)] = 0
-    """Gateway processes that `towline up` starts."""
-    ui: bool = True
-    """The web view of the run under /ui, for the tenants' tokens; it reads the run only while somebody looks."""
-    doors: bool = False
-    """Rollout workers take requests from gateways; also where `replicas` > 0."""
-    reserved_slots: Annotated[int, Field(ge=0)] = 0
-    """Of each worker's slots: kept free of tasks, so that requests find room while the run trains."""
-    most_slots: Annotated[int, Field(ge=0)] = 0
-    """Of each worker's slots: what requests may take at a time; 0: all."""
-    waiting: Annotated[int, Field(ge=0)] = 256
-    """Requests that may wait at one worker for a slot; more are refused as busy."""
-    exact_hold_seconds: Annotated[float, Field(ge=0)] = 30.0
-    """A worker puts off a newer version so long for running requests of an exact one."""
-    chunk_tokens: Count = 16
-    """Tokens that a stream brings at a time."""
-    chunk_seconds: Annotated[float, Field(ge=0.5)] = 6.0
-    """Silence of a replica after which its requests go on elsewhere; it gives a sign of life three times in it."""
-    resume_seconds: Annotated[float, Field(ge=0)] = 30.0
-    """How long a request that lost its replica waits for another one that may go on with it."""
-    max_wait_seconds: Annotated[float, Field(ge=0)] = 120.0
-    """The most that `Prefer: wait=N` gets."""
-    max_body_bytes: Count = 4 << 20
-    max_choices: Count = 64
-    """Samples of one request: prompts times n."""
-    max_tokens: Annotated[int, Field(ge=0)] = 0
-    """The most that a request may ask for; 0: what the model's context has room for."""
-    sessions: SessionSettings = SessionSettings()
-
-    @property
-    def opens_doors(self) -> bool:
-        return self.doors or self.replicas > 0
-
-    @model_validator(mode="after")
-    def _tls(self) -> GatewaySettings:
-        if bool(self.tls_certificate) != bool(self.tls_key):
-            raise ValueError("tls_certificate and tls_key go together: set both or neither")
-        return self
 
 
 class TelemetrySettings(_Section):

@@ -32,14 +32,13 @@ from towline.contract.serve import (
     pack_logprobs,
 )
 from towline.contract.task import VersionSpan, pack_tokens
-from towline.engine.base import Engine, Generation, Progress, token_budget
+from towline.engine.base import Engine, Generation, Progress
 from towline.errors import EngineError, MalformedError, UnavailableError, UsageError
-from towline.replica.guest import Guest, accepts, engine_id, engine_request
+from towline.replica.guest import Guest, accepts, contradiction, engine_id, engine_request, misfit
 from towline.replica.replica import Replica
 
 SIGNS_OF_LIFE = 3
 """In gateway.chunk_seconds: two may be lost in a row."""
-_ANY_VOCABULARY = 1 << 31
 _log = structlog.get_logger(__name__)
 
 
@@ -213,8 +212,8 @@ class Door:
         name, version = self._replica.name, self._replica.version
         if self._closing or self._replica.states.state == "draining":
             return "draining", f"replica {name} stops"
-        if request.min_version is not None and request.exact_version is not None:
-            return "invalid", "min_version and exact_version: give one of them"
+        if (wrong := contradiction(request)) is not None:
+            return "invalid", wrong
         if version is None or not self._accepts(request, version) or not self._accepts_live(request, version):
             return "not_ready", f"replica {name} serves {'no version' if version is None else f'version {version}'}"
         if not standing:
@@ -222,10 +221,8 @@ class Door:
                 return "invalid", f"request {request.id} runs already"
             if len(self._queue) >= self._settings.waiting:
                 return "busy", f"{len(self._queue)} requests wait at replica {name} already"
-            try:
-                token_budget(engine_request(request, prompt), vocabulary=_ANY_VOCABULARY, max_context=self._engine.max_context)
-            except UsageError as error:
-                return "invalid", error.message
+            if (wrong := misfit(request, prompt, self._engine.max_context)) is not None:
+                return "invalid", wrong
         return None
 
     def _accepts_live(self, request: ServeRequest, advertised: int) -> bool:

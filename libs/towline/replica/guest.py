@@ -1,4 +1,4 @@
-"""A request that a replica's door has taken, and which versions may serve it."""
+"""A request that a replica's door has taken: whether it can be served at all, and which versions may serve it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from nats.aio.msg import Msg
 
 from towline.contract.serve import ServeFinish, ServeRequest
-from towline.engine.base import GenerateRequest, Progress
-from towline.errors import MissingError
+from towline.engine.base import GenerateRequest, Progress, token_budget
+from towline.errors import MissingError, UsageError
 from towline.store.lineage import Lineage
+
+_ANY_VOCABULARY = 1 << 31
 
 
 @dataclass(slots=True, eq=False)
@@ -55,3 +57,19 @@ def engine_request(
         request_id=engine_id(request), tokens=prompt, sampling=request.sampling, seed=request.seed, position0=request.position0,
         on_progress=on_progress, progress_every=max(request.chunk_tokens, 1),
     )  # fmt: skip
+
+
+def contradiction(request: ServeRequest) -> str | None:
+    """What no replica could serve, ever."""
+    if request.min_version is not None and request.exact_version is not None:
+        return "min_version and exact_version: give one of them"
+    return None
+
+
+def misfit(request: ServeRequest, prompt: list[int], max_context: int) -> str | None:
+    """Why an engine with `max_context` tokens has no room for the request."""
+    try:
+        token_budget(engine_request(request, prompt), vocabulary=_ANY_VOCABULARY, max_context=max_context)
+    except UsageError as error:
+        return error.message
+    return None

@@ -178,6 +178,8 @@ async def test_three_turns_are_prefix_sampled_suffix_and_finish_as_a_trajectory_
     metrics = (await client.get("/metrics")).text
     assert 'route="/sessions/{session}/v1/chat/completions"' in metrics
     assert talk.name not in metrics
+    figures = scene._gateways[0][0].figures()
+    assert (figures["trajectories"], figures["tokens"]) == (1, told["policy_tokens"]), "however often it was finished"
 
 
 async def test_a_rollback_and_an_edit_grow_branches_and_the_head_s_is_finished(scene: Scene) -> None:
