@@ -34,8 +34,8 @@ HIDDEN = (".count", ".max", ".p99.9", ".p90", "rss.", "hop.generate")
 OWN = frozenset(("run.name", "run.directory", "bus.url", "store.url", "store.endpoint"))
 """Settings that differ from run to run whatever is compared."""
 FIRST = frozenset(name for name, _, _ in ASKED)
-LOADS_APART = 2.0
-"""Between the sides' load averages before a run: by so much another machine."""
+LOADS_APART = (2.0, 1.5)
+"""Between the sides' load averages before a run: by so much, and by such a factor, another machine."""
 
 
 Verdict = Literal["changed", "noise", "unknown"]
@@ -191,7 +191,7 @@ def _warnings(before: Sequence[Result], after: Sequence[Result]) -> list[str]:
         if a.machine.get(name) != b.machine.get(name):
             found.append(f"the machines differ: {name} {a.machine.get(name)} and {b.machine.get(name)}")
     loads = [float(np.median([result.machine.get("load_average_before", 0.0) for result in side])) for side in (before, after)]
-    if abs(loads[0] - loads[1]) >= LOADS_APART:
+    if abs(loads[0] - loads[1]) >= LOADS_APART[0] and max(loads) >= LOADS_APART[1] * min(loads):
         found.append(f"the machine was busier on one side: load average before a run, median {loads[0]:.3g} and {loads[1]:.3g}")
     for what in ("settings", "load"):
         left, right = _flat(getattr(a, what)), _flat(getattr(b, what))
