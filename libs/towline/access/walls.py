@@ -20,9 +20,9 @@ ACCOUNT_INFO = "$JS.API.INFO"
 the imports do, unless it imports this one."""
 _REPLIES = "_R_.>"
 """nats-server's own names for the reply subjects of another account's requests."""
-PULL_SECONDS, GET_SECONDS, SERVE_SECONDS = 120.0, 10.0, 600.0
-"""How long an answer may be silent. A request that many messages may answer is remembered by the server for so long after the
-last of them: so gets, which are many, have less than pulls, which wait for work."""
+ASKED_SECONDS, SERVE_SECONDS = 10.0, 600.0
+"""How long JetStream's answer may be silent, and a replica's. A request that many messages may answer is remembered by the server
+for so long after the last of them, and idle workers pull several times a second; readers' pulls have a heartbeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +143,4 @@ def _serving(runs: Iterable[str]) -> tuple[str, ...]:
 def _seconds(subject: str, serving: Sequence[str]) -> float | None:
     if subject in serving:
         return SERVE_SECONDS
-    if ".CONSUMER.MSG.NEXT." in subject:
-        return PULL_SECONDS
-    return GET_SECONDS if ".DIRECT.GET." in subject else None
+    return ASKED_SECONDS if ".CONSUMER.MSG.NEXT." in subject or ".DIRECT.GET." in subject else None

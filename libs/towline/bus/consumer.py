@@ -23,6 +23,8 @@ from towline.errors import CorruptError, MissingError, UnavailableError
 
 GRACE_SECONDS = 1.0
 """What the server's "expired" may take to arrive after the time that was asked for."""
+LONGEST_PULL_SECONDS = 5.0
+"""A longer fetch pulls again. What a server remembers of a pull it forgets soon, where roles have accounts (access/walls.py)."""
 QUIET_SECONDS = 0.05
 """Without a further message for so long, a fetch that has some is done."""
 BLOB_TRIES = 5
@@ -118,7 +120,7 @@ class Consumer:
             while True:
                 await self._jetstream.patiently(f"fetch from {self._what}", self.start)
                 try:
-                    taken = await self._pull(n, deadline - clock())
+                    taken = await self._pull(n, min(deadline - clock(), LONGEST_PULL_SECONDS))
                 except Unsettled as error:
                     if error.no_responders:
                         # Gone: nobody pulled for too long, or the server lost it with its disk.

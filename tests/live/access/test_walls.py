@@ -27,8 +27,9 @@ from towline.access.init import prepare_bus
 from towline.access.nats_config import Account, users_config
 from towline.access.roles import ROLES
 from towline.access.tenants import write_tenant
+from towline.access.walls import ASKED_SECONDS
 from towline.bus.client import Bus
-from towline.bus.topology import CONTROL
+from towline.bus.topology import CONTROL, POLICY
 from towline.bus.wire import Unsettled
 from towline.config import BusSettings, Settings
 from towline.errors import UnavailableError, UsageError
@@ -272,6 +273,33 @@ async def test_who_asks_for_one_task_is_given_one_and_acks_it(run: NatsServer) -
     await lane.close()
     await worker.close()
     await buffer.close()
+
+
+@pytest.mark.slow
+async def test_what_comes_after_a_long_silence_still_arrives(run: NatsServer) -> None:
+    """The server forgets a request that is silent for too long: a reader's never is, and who waits for work asks again."""
+    viewer, publisher, trainer = [await connected(run, role) for role in (VIEWER, PUBLISHER, TRAINER)]
+    end = (await viewer.stream_state(POLICY)).last_sequence
+    read: list[bytes] = []
+
+    async def follow() -> None:
+        async for message in viewer.read(POLICY, start=end + 1):
+            read.append(message.data)
+
+    following = asyncio.create_task(follow())
+    consumer = await publisher.consumer(publisher.topology.publisher_consumer())
+    waiting = asyncio.create_task(consumer.fetch(1, 120))
+    await trainer.publish(trainer.topology.policy("opened"), b"before")
+    await until(lambda: read == [b"before"])
+    readers = {name for name in picture(run)[f"{S}_POLICY"][3] if name != "publisher"}
+    await asyncio.sleep(2 * ASKED_SECONDS + 5)  # after it, and again after it, the server looks for what it may forget
+    await trainer.publish(trainer.topology.policy("staged"), b"after")
+    await until(lambda: read == [b"before", b"after"])
+    assert [delivery.data for delivery in await waiting] == [b"after"]
+    assert {name for name in picture(run)[f"{S}_POLICY"][3] if name != "publisher"} == readers
+    following.cancel()
+    for bus in (viewer, publisher, trainer):
+        await bus.close()
 
 
 async def _is(found: Awaitable[tuple[int, int]], wanted: tuple[int, int]) -> bool:
