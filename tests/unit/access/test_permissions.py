@@ -89,6 +89,20 @@ def test_two_runs_are_the_sum_of_each() -> None:
         assert set(both.publish_deny) == set(one.publish_deny) | set(two.publish_deny)
 
 
+def test_a_runs_sites_give_the_buffer_what_it_does_there_and_keep_all_but_init_off_what_keeps_the_sides_level() -> None:
+    topology = Topology("run")
+    for role in ROLES:
+        granted, without = permissions(role, ["run"], ["b"]), permissions(role, ["run"])
+        for verb in ("CREATE", "DELETE", "MSG.NEXT"):
+            allowed = may_publish(granted, f"$JS.API.CONSUMER.{verb}.{topology.stream(CONTROL)}.sync-b")
+            assert allowed == (role == "init" and verb == "CREATE"), (role, verb)
+        for site in ("b", "c"):
+            purge = f"$JS.{site}.API.STREAM.PURGE.{topology.stream(CONTROL)}"
+            assert may_publish(granted, purge) == (role == "buffer" and site == "b")
+            assert not may_publish(without, purge)
+        assert not may_publish(granted, f"$JS.home.API.STREAM.PURGE.{topology.stream(CONTROL)}")
+
+
 def test_an_unknown_role_or_no_run_is_refused() -> None:
     with pytest.raises(UsageError, match="no role 'root'; there are trainer"):
         permissions("root", ["run"])

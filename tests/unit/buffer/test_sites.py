@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from towline.buffer.presence import Listener, Presence
 from towline.buffer.view import View
 from towline.contract.control import CancelRecord, ReissueRecord, TaskRecord
@@ -95,3 +97,13 @@ def test_a_site_that_a_new_buffer_never_heard_of_gets_its_time_too() -> None:
     assert listener.hear([], 5.0).silent == frozenset()
     assert listener.hear([], 64.0).silent == frozenset()
     assert listener.hear([], 66.0).silent == {"b"}
+
+
+def test_a_name_that_comes_from_two_places_in_turn_is_two_replicas_and_one_that_moved_is_not() -> None:
+    listener = Listener(["b"], 600.0)
+    here, there = replica(""), replace(replica("b"), replica="w-")
+    for heard in ([here], [there], [there]):
+        listener.hear(heard, 0.0)
+    assert listener.twice == {}, "it went from home to b"
+    listener.hear([here], 1.0)
+    assert listener.twice == {"w-": ("", "b")}
