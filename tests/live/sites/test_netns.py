@@ -207,13 +207,15 @@ async def test_a_minute_without_the_line_costs_time_and_no_sample(tmp_path: Path
             config.write_text(settings_toml(settings.model_copy(update={"store": reached})))
             home = await Bus.connect(two.home, run=run_name, client_name="home", patience_seconds=15)
             site = await Bus.connect(two.seen, run=run_name, client_name="look", patience_seconds=15)
-            copy = open_store(far_store)
-            async with mirror_process(config, far_store, two.line.inside), under_way(settings, home, tmp_path) as run:
+            copy, begin = open_store(far_store), asyncio.Event()
+            async with mirror_process(config, far_store, two.line.inside), under_way(settings, home, tmp_path, begin) as run:
                 await start(run, NEAR, settings)
                 far = settings.model_copy(update={"bus": two.site, "store": far_store})
                 await start(run, FAR, far, two.line.inside)
-                await run.until_depth(3)
-                await until(lambda: _more(site, 4), 120.0)
+                await until(lambda: _serves(site, 0), 120.0)
+                await until(lambda: _alive(home), 60.0)
+                begin.set()  # groups go to those who are there
+                await run.until_depth(2)
                 figures = await _cut(two, run.trainer, site)
                 figures |= await _levels(home, site, run.trainer.log.lineage.latest)
                 await run.until_depth(STEPS, 300.0)
@@ -282,8 +284,8 @@ async def _half_a_group(site: Bus) -> bool:
     return await delivered(site) % 2 == 1
 
 
-async def _more(site: Bus, count: int) -> bool:
-    return await delivered(site) > count
+async def _alive(home: Bus) -> bool:
+    return {NEAR, FAR} <= set(await home.kv(REPLICAS).items())
 
 
 async def _level(home: Bus, site: Bus) -> bool:

@@ -154,6 +154,6 @@ async def converged(run: Fleet, settings: Settings, copy: ObjectStore) -> None:
 
 
 @contextlib.asynccontextmanager
-async def under_way(settings: Settings, bus: Bus, folder: Path) -> AsyncIterator[Fleet]:
-    async with fleet(settings, bus, open_store(settings.store), folder) as run:
+async def under_way(settings: Settings, bus: Bus, folder: Path, begin: asyncio.Event | None = None) -> AsyncIterator[Fleet]:
+    async with fleet(settings, bus, open_store(settings.store), folder, begin) as run:
         yield run

@@ -143,15 +143,17 @@ class Fleet:
 
 
 @contextlib.asynccontextmanager
-async def fleet(settings: Settings, bus: Bus, objects: ObjectStore, folder: Path) -> AsyncIterator[Fleet]:
-    """A run that is under way, without workers yet."""
+async def fleet(
+    settings: Settings, bus: Bus, objects: ObjectStore, folder: Path, begin: asyncio.Event | None = None
+) -> AsyncIterator[Fleet]:
+    """A run that is under way, without workers yet; with `begin` once that is set."""
     await seed(objects, settings.run.name)
     trainer = RealVersions(bus, objects, settings)
     made = Fleet(settings, bus, objects, folder, trainer)
     async with leading(settings, bus, objects):
         made.parts = [
             asyncio.create_task(part)
-            for part in (trainer.train(until_depth=settings.run.steps), made.score(), made.watch())
+            for part in (_training(trainer, settings.run.steps, begin), made.score(), made.watch())
         ]  # fmt: skip
         try:
             yield made
@@ -163,6 +165,12 @@ async def fleet(settings: Settings, bus: Bus, objects: ObjectStore, folder: Path
                 if process.returncode is None:
                     process.kill()
                     await process.wait()
+
+
+async def _training(trainer: RealVersions, steps: int, begin: asyncio.Event | None) -> None:
+    if begin is not None:
+        await begin.wait()
+    await trainer.train(until_depth=steps)
 
 
 async def read_log(objects: ObjectStore, run: str) -> Log:
