@@ -157,6 +157,7 @@ class Leader:
             return
         if time.monotonic() - self._looked_at >= FLEET_SECONDS:
             await self._look_around(view)
+            view = self._at(time.time())  # with the sites' slots as they are now: a run's first groups are many
         while units := decide(view):
             await self._append(units)
             view = self._at(time.time())

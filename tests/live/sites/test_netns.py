@@ -38,7 +38,7 @@ from towline.local.toml import settings_toml
 from towline.store.objects import open_store
 
 DELAY_SECONDS, LOSS, CUT_SECONDS = 0.05, 0.01, 60.0
-STEPS = 16
+STEPS = 14
 SLOTS = 4
 """Of each side's one worker."""
 STALENESS = 9

@@ -146,15 +146,17 @@ class Fleet:
 async def fleet(
     settings: Settings, bus: Bus, objects: ObjectStore, folder: Path, begin: asyncio.Event | None = None
 ) -> AsyncIterator[Fleet]:
-    """A run that is under way, without workers yet; with `begin` once that is set."""
+    """A run that is under way, without workers yet; with `begin` its buffer leads once that is set."""
     await seed(objects, settings.run.name)
     trainer = RealVersions(bus, objects, settings)
     made = Fleet(settings, bus, objects, folder, trainer)
-    async with leading(settings, bus, objects):
-        made.parts = [
-            asyncio.create_task(part)
-            for part in (_training(trainer, settings.run.steps, begin), made.score(), made.watch())
-        ]  # fmt: skip
+    async with contextlib.AsyncExitStack() as led:
+        parts = [trainer.train(until_depth=settings.run.steps), made.score(), made.watch()]
+        if begin is None:
+            await led.enter_async_context(leading(settings, bus, objects))
+        else:
+            parts.append(_led_later(led, begin, settings, bus, objects))
+        made.parts = [asyncio.create_task(part) for part in parts]
         try:
             yield made
         finally:
@@ -167,10 +169,11 @@ async def fleet(
                     await process.wait()
 
 
-async def _training(trainer: RealVersions, steps: int, begin: asyncio.Event | None) -> None:
-    if begin is not None:
-        await begin.wait()
-    await trainer.train(until_depth=steps)
+async def _led_later(
+    led: contextlib.AsyncExitStack, begin: asyncio.Event, settings: Settings, bus: Bus, objects: ObjectStore
+) -> None:
+    await begin.wait()
+    await led.enter_async_context(leading(settings, bus, objects))
 
 
 async def read_log(objects: ObjectStore, run: str) -> Log:
