@@ -36,7 +36,7 @@ help:
 	@echo "make test-ranks   DDP and FSDP2 over two ranks with every option (a minute or two)"
 	@echo "make test-replay     replays: bit by bit, over two ranks, into a second trainer; bundles, traces"
 	@echo "make test-megatron   Megatron-Core over two and four ranks, on this machine's CPUs (minutes)"
-	@echo "make compose-test   compose/ for real: built, up, a worker killed, scaled, audited, down (ten minutes; docker compose, or as root Debian's docker.io, docker-compose, debootstrap)"
+	@echo "make compose-test   compose/ for real: built, up, a worker killed, scaled, audited, down, on two stores (a quarter of an hour; docker compose, or as root Debian's docker.io, docker-compose, debootstrap)"
 	@echo "make clean   remove caches and runs/; .venv stays"
 
 setup: $(STAMP)
