@@ -22,6 +22,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from towline.bus.address import without_user
+from towline.bus.incoming import Receiver, parse_header_lines, without_queue
 from towline.bus.login import judge, login, new_client
 from towline.bus.outgoing import without_copies
 from towline.bus.wire import DENIED_CODE, NO_RESPONDERS, Unsettled
@@ -38,7 +39,6 @@ _DENIED = re.compile(r'permissions violation for (publish|subscription) to "([^"
 _LAST_SENT = 512
 """Subjects of messages, the last ones, among which a refused one is looked for."""
 _MOST_DENIED = 4096
-Receiver = Callable[[Msg], None]
 _log = structlog.get_logger("towline.bus")
 
 
@@ -56,18 +56,6 @@ class Subscription:
 
     async def close(self) -> None:
         await self._connection.unsubscribe(self)
-
-
-def parse_header_lines(raw: bytes) -> dict[str, str]:
-    """What nats-py's parser makes of a message's headers, in a third of its time: every message of a stream that is written by
-    compare-and-swap has some, and a buffer reads a million of them at its start."""
-    found: dict[str, str] = {}
-    for line in raw.decode("utf-8", "replace").split("\r\n"):
-        name, colon, value = line.partition(":")
-        name = name.strip()
-        if colon and name.isascii() and len(name.split()) < 2:
-            found[name] = value.strip()
-    return found
 
 
 class Connection:
@@ -300,6 +288,7 @@ class Connection:
                     ping_interval=PING_SECONDS, max_outstanding_pings=2, pending_size=_NO_LIMIT,
                     **known,
                 )  # fmt: skip
+                without_queue(client, lambda sid: _receiver(client, sid))
                 for subscription in list(self._subscriptions.values()):
                     await self._start(client, subscription)
                 for _ in range(2):  # nats-py may take the answer to its first PING, when it's late, for the flush's
@@ -393,3 +382,9 @@ async def _end(client: Client) -> None:
 
 def _one_line(error: BaseException) -> str:
     return without_user(" ".join(str(error).split())) or type(error).__name__
+
+
+def _receiver(client: Client, sid: int) -> Receiver | None:
+    """Where messages of a subscription go: it was made with a `Subscription.deliver`."""
+    found = client._subs.get(sid)
+    return None if found is None else found._cb.__self__.receive

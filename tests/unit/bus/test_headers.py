@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from nats.aio.client import Client
 
-from towline.bus.connection import parse_header_lines
+from towline.bus.incoming import parse_header_lines
 
 PIECES = st.sampled_from(
     [b"Nats-Sequence", b"a", b":", b": ", b"\t", b" ", b"\r\n", b"\r", b"\n", b"\xc3", b"\xa9", b"\xff", b"12"]
