@@ -19,7 +19,7 @@ help:
 	@echo "make bench-weights   weight deltas on real optimiser steps, against others' ways (both cores idle; ARGS=--check)"
 	@echo "make test-replica   a replica's process killed at each step of preparing and activating (a quarter of an hour)"
 	@echo "make test-access   whole runs over TLS with a user and keys for each service; stolen keys against walls; halves of two moments refused (four minutes)"
-	@echo "make test-sites    a run over two sites, 50 ms and 1% loss apart, cut for a minute (needs root; six minutes)"
+	@echo "make test-sites    a run over two sites, 50 ms and 1% loss apart, cut for a minute (needs root; nine minutes)"
 	@echo "make test-gateway   the gateway over longer: torch replicas, kills, the bus away, hundreds of odd requests (minutes)"
 	@echo "make bench-views   what top, the live view, trace readers and tracing cost a run at 1,000 trajectories/s (four minutes; ARGS=--check)"
 	@echo "make test-tracing   a whole run with tracing on: every sample leads to the version it made (half a minute)"

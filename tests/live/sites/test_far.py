@@ -144,6 +144,7 @@ async def max_ack_pending(bus: Bus) -> int:
     return int((await bus.jetstream.call("look", f"CONSUMER.INFO.{spec.stream}.{spec.durable}"))["config"]["max_ack_pending"])
 
 
+@pytest.mark.slow
 async def test_homes_server_starts_anew_after_all_was_purged_and_takes_in_exactly_what_it_had_not(two: Pair) -> None:
     async with two.buses("buffer", "rollout-worker") as (buffer, site):
         names = buffer.topology
@@ -169,6 +170,7 @@ async def _last(bus: Bus, subject: str) -> bool:
     return await bus.last(TRAJECTORY, subject) is not None
 
 
+@pytest.mark.slow
 async def test_a_site_that_is_cut_off_is_said_to_be_away_within_seconds(two: Pair) -> None:
     async with two.buses("buffer", "viewer") as (buffer, _):
         across = Across(buffer.connection, SITE)

@@ -78,6 +78,7 @@ async def _away(home: Bus) -> bool:
     return False
 
 
+@pytest.mark.slow
 async def test_a_site_is_shut_out_at_its_next_connection_by_taking_its_key_away_and_comes_back_with_a_new_one(
     tmp_path: Path, run_name: str
 ) -> None:
