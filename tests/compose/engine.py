@@ -8,6 +8,7 @@ stay in CACHE for the next time; `rm -r` removes them.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -96,11 +97,18 @@ def _answers(command: Sequence[str], environment: Mapping[str, str]) -> bool:
         return False
 
 
-def _firewall() -> bytes:
-    return subprocess.run(["iptables-save"], capture_output=True, timeout=20, check=True).stdout
+def _firewall() -> str:
+    return subprocess.run(["iptables-save"], capture_output=True, text=True, timeout=20, check=True).stdout
 
 
-def _restore(before: bytes) -> None:
-    """An engine that ends leaves its rules and its bridge."""
-    subprocess.run(["iptables-restore"], input=before, timeout=20, check=True)
+def _restore(before: str) -> None:
+    """An engine that ends leaves its rules and its bridge. A table that wasn't there before can't be taken away, but emptied."""
+    had, emptied = set(re.findall(r"^\*(\w+)", before, re.MULTILINE)), ""
+    for table, body in re.findall(r"^\*(\w+)\n(.*?)^COMMIT", _firewall(), re.MULTILINE | re.DOTALL):
+        if table not in had:
+            built_in = re.findall(r"^:(\w+) (?:ACCEPT|DROP)", body, re.MULTILINE)
+            emptied += "\n".join([f"*{table}", *(f":{chain} ACCEPT [0:0]" for chain in built_in), "COMMIT\n"])
+    subprocess.run(["iptables-restore"], input=before + emptied, text=True, timeout=20, check=True)
     subprocess.run(["ip", "link", "delete", "docker0"], timeout=20, capture_output=True)
+    left = {line for line in _firewall().splitlines() if line.startswith("-A")} - set(before.splitlines())
+    assert not left, f"the engine's firewall rules are left: {left}"
