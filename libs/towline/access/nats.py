@@ -175,6 +175,8 @@ class _Grants:
             for spec in KEPT_SMALL:
                 for verb in ("INFO", "PURGE"):
                     self.send(f"{domain_api(site)}.STREAM.{verb}.{self.topology.stream(spec)}")
+                if spec in GATHERED:
+                    self.send(f"{domain_api(site)}.CONSUMER.INFO.{self.topology.stream(spec)}.{sync_name(site)}")
             for verb in ("INFO", "CREATE"):
                 self.send(f"{domain_api(site)}.CONSUMER.{verb}.{lane.stream}.{lane.durable}")
 

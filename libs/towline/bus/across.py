@@ -66,6 +66,11 @@ class Across:
             if info is None or not page or len(found) >= info.get("total", 0):
                 return found
 
+    async def confirmed(self, stream: str, durable: str) -> int:
+        """The stream's sequence up to which whoever reads by the consumer has said that it has all; 0 where it isn't there."""
+        info = await self.call(f"CONSUMER.INFO.{stream}.{durable}")
+        return 0 if info is None else int(info["ack_floor"]["stream_seq"])
+
     async def fit(self, spec: ConsumerSpec) -> bool:
         """Give the consumer `spec`'s max_ack_pending and ack wait, if it's there; whether that changed it."""
         where = f"{spec.stream}.{spec.durable}"

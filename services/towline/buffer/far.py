@@ -1,14 +1,16 @@
 """What home's buffer does at a site, over the site's connection: takes away there what nobody needs, and fits its lane.
 
 A site decides nothing, so what may go there follows from home's state. Of the site's own streams goes what home has taken in and
-has purged itself, or of DEAD what home has taken in: its sequence at the site stands in home's message. Of its copy of CONTROL
-goes what home's has purged. While the line is cut nothing goes, and nothing needs to: no floor ever sinks.
+has purged itself, or of DEAD what home has taken in: its sequence at the site stands in home's message. But a site that lost its
+disk counts from 1 again; so the consumer that home takes in by has the last word, which is as old as the site's stream and knows
+what of it home has confirmed. Of its copy of CONTROL goes what home's has purged. While the line is cut nothing goes, and nothing
+needs to: no floor ever sinks.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import structlog
 
@@ -18,6 +20,7 @@ from towline.buffer.state import State
 from towline.bus.across import Across
 from towline.bus.client import Bus
 from towline.bus.origins import newest_taken
+from towline.bus.sites import sync_name
 from towline.bus.topology import CONTROL, DEAD, PARTIAL, StreamSpec
 from towline.contract.task import TRAIN
 from towline.errors import InvariantError, MissingError, UnavailableError, UsageError
@@ -114,16 +117,17 @@ class FarKeeper:
             self._say.info("lane_fitted", site=across.domain, slots=slots, max_ack_pending=spec.max_ack_pending)
 
     async def _purge(self, across: Across) -> None:
-        floors: Iterable[tuple[StreamSpec, int]] = (
-            (CONTROL, self._control_floor()),
-            *((spec, sequence + 1) for spec, sequence in self._taken.of(across.domain).items()),
-        )
-        for spec, floor in floors:
+        floors = {CONTROL: self._control_floor()}
+        for spec, sequence in self._taken.of(across.domain).items():
+            confirmed = await across.confirmed(self._names.stream(spec), sync_name(across.domain))
+            floors[spec] = min(sequence, confirmed) + 1
+        for spec, floor in floors.items():
             if gone := await across.purge_below(self._names.stream(spec), floor):
                 self._say.info("purged", site=across.domain, stream=spec.key, below=floor, messages=gone)
 
     async def _sweep_partials(self, across: Across) -> None:
+        """A group at a time: each sample leaves one, and each purge takes a round trip over the line."""
         stream, state = self._names.stream(PARTIAL), self._state()
-        for subject in sorted(await across.subjects(stream, self._names.subject("partial.>"))):
-            if is_closed(state, self._names.relative(subject)):
-                await across.purge_subject(stream, subject)
+        subjects = [self._names.relative(found) for found in await across.subjects(stream, self._names.subject("partial.>"))]
+        for group in sorted({subject.split(".")[1] for subject in subjects if is_closed(state, subject)}):
+            await across.purge_subject(stream, self._names.subject(f"partial.{group}.*"))

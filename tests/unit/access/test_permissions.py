@@ -15,7 +15,7 @@ from towline.access.identity import as_role
 from towline.access.nats import Permissions, permissions
 from towline.access.nats_config import Account, users_config
 from towline.access.roles import ROLES, SERVICES
-from towline.bus.topology import BUCKETS, CONTROL, STREAMS, Topology
+from towline.bus.topology import BUCKETS, CONTROL, STREAMS, TRAJECTORY, Topology
 from towline.config import Settings
 from towline.errors import UsageError
 
@@ -99,6 +99,8 @@ def test_a_runs_sites_give_the_buffer_what_it_does_there_and_keep_all_but_init_o
         for site in ("b", "c"):
             purge = f"$JS.{site}.API.STREAM.PURGE.{topology.stream(CONTROL)}"
             assert may_publish(granted, purge) == (role == "buffer" and site == "b")
+            confirmed = f"$JS.{site}.API.CONSUMER.INFO.{topology.stream(TRAJECTORY)}.sync-{site}"
+            assert may_publish(granted, confirmed) == (role == "buffer" and site == "b")
             assert not may_publish(without, purge)
         assert not may_publish(granted, f"$JS.home.API.STREAM.PURGE.{topology.stream(CONTROL)}")
 
