@@ -92,7 +92,7 @@ class Registry:
         topology = self._bus.topology
         if not topology.sites:
             return
-        found = [await self._replicas.get(self._replica)]
+        found = [await self._own_entry()]
         if topology.site:
             home = Across(self._bus.connection, self._bus.jetstream.settings.home_domain)
             try:
@@ -110,6 +110,15 @@ class Registry:
                         f"wait {REGISTRY_TTL_SECONDS:g} s",
                         code="replica_twice",
                     )
+
+    async def _own_entry(self) -> bytes | None:
+        """What stands here under this replica's name."""
+        while True:
+            try:
+                return await self._replicas.get(self._replica)
+            except UnavailableError as error:
+                _log.warning("registry_unreachable", reason=error.message)
+                await asyncio.sleep(RENEW_SECONDS)
 
     async def acknowledge(self, ack: Ack) -> None:
         """The replica's latest ack. One that can't be written is logged: the next version's takes its place."""

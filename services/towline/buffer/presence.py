@@ -32,16 +32,15 @@ class Listener:
     def hear(self, replicas: Iterable[ReplicaInfo], now: float) -> Presence:
         """`replicas`: whose entries haven't expired, at `now`, seconds of one clock."""
         slots: dict[str, int] = {}
+        homes: dict[str, tuple[str, str]] = {}
         for replica in replicas:
             site = replica.site or HOME
             slots[site] = slots.get(site, 0) + replica.slots
             last, before = self._homes.get(replica.replica, (site, site))
-            if site != last:
-                if site == before:
-                    self.twice[replica.replica] = (site, last)
-                self._homes[replica.replica] = (site, last)
-            else:
-                self._homes[replica.replica] = (last, before)
+            if site == before != last:
+                self.twice[replica.replica] = (site, last)
+            homes[replica.replica] = (last, before) if site == last else (site, last)
+        self._homes = homes  # a name whose entry has expired is free again, and may be taken elsewhere
         for site, last in self._heard.items():
             if site in slots or last is None:
                 self._heard[site] = now

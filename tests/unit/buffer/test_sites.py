@@ -107,3 +107,11 @@ def test_a_name_that_comes_from_two_places_in_turn_is_two_replicas_and_one_that_
     assert listener.twice == {}, "it went from home to b"
     listener.hear([here], 1.0)
     assert listener.twice == {"w-": ("", "b")}
+
+
+def test_a_replica_that_moves_there_and_back_with_its_name_free_in_between_is_one() -> None:
+    listener = Listener(["b"], 600.0)
+    here, there = replica(""), replace(replica("b"), replica="w-")
+    for heard in ([here], [], [there], [], [here]):
+        listener.hear(heard, 0.0)
+    assert listener.twice == {}
