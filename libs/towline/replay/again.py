@@ -93,8 +93,8 @@ class Again:
         opened = self._open(entry) if entry.epoch != self._epoch else None
         assert self._learner is not None
         # What the trainer knew of the LOG: nothing that came after this version.
-        for other in self._source.log.entries()[self._lineage.next_number : entry.number]:
-            self._lineage.extend(other)
+        for number in range(self._lineage.next_number, entry.number):
+            self._lineage.extend(self._source.log.entry(number))
         skipped, missing, reasons = [], 0, set()
         for batch, data in zip(batches, payloads, strict=True):
             gathered = self._gather(batch, data)

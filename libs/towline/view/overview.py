@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from towline.contract.entries import BaseEntry, OpenEntry, VersionEntry
+from towline.contract.entries import BaseEntry, VersionEntry
 from towline.replica.fleet import Fleet, fleet_of
 from towline.report.progress import progress_of
 from towline.view.answers import (
@@ -37,7 +37,7 @@ def overview(reading: Reading) -> Overview:
     lineage = log.lineage
     known = bool(lineage.versions())
     line = reading.line()
-    entries = [log.version(number) for number in lineage.path() if number] if known else []
+    entries = reading.made()
     base = log.entry(0) if known else None
     progress = progress_of(reading.book, steps=settings.run.steps, max_staleness=settings.buffer.max_staleness)
     evals = _evals(reading)
@@ -52,7 +52,7 @@ def overview(reading: Reading) -> Overview:
         began_at=None if base is None else base.at, last_at=max(times, default=None),
         ended=None if decisions.ended is None else decisions.ended.reason, state=str(buffer.get("state") or ""),
         depth=lineage.depth(lineage.latest) if known else 0, steps=settings.run.steps, version=lineage.latest if known else None,
-        versions=len(entries), epochs=sum(isinstance(entry, OpenEntry) for entry in log.entries()),
+        versions=len(entries), epochs=reading.epochs,
         max_staleness=settings.buffer.max_staleness, environment=settings.prompts.environment, engine=settings.rollout.engine,
         base=base.source if isinstance(base, BaseEntry) else "", batches=len(line.batches),
         trained_samples=line.rows, trained_tokens=line.policy_tokens,
@@ -83,7 +83,8 @@ def curves(reading: Reading) -> Curves:
     log = reading.feed.source.log
     lineage = log.lineage
     runs = buckets([batch.point for batch in reading.line().batches if batch.point.rows], MOST_POINTS)
-    entries = spread([log.version(n) for n in lineage.path() if n] if lineage.versions() else [], MOST_POINTS)
+    numbers = [number for number in lineage.path() if number] if lineage.versions() else []
+    entries = [log.version(number) for number in spread(numbers, MOST_POINTS)]
     acks = {entry.number: [one.at - entry.at for one in reading.convergence.of(entry.number)] for entry in entries}
     evals = _evals(reading)
     return Curves(

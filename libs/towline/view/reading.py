@@ -18,10 +18,11 @@ import structlog
 from towline.bundle.manifest import StreamRecord
 from towline.bus.client import Message
 from towline.bus.topology import CONTROL, DEAD, OUTCOME, TRAJECTORY, StreamSpec
-from towline.contract.entries import VersionEntry
+from towline.contract.entries import OpenEntry, VersionEntry
 from towline.contract.outcome import Failure, Score, decode_outcome
 from towline.errors import InvariantError, MalformedError, TowlineError, UsageError
 from towline.report.figures import FigureBook
+from towline.store.log import Log
 from towline.view.convergence import Convergence
 from towline.view.decisions import BatchFound, Decisions, consumed, subjects
 from towline.view.feed import Feed, Now
@@ -47,6 +48,16 @@ class Line:
     staleness: Counter[int]
     rows: int
     policy_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What is told of a version again and again: the LOG itself keeps older entries compressed. `at`: seconds of Unix time."""
+
+    at: float
+    wire_bytes: int
+    model_bytes: int
+    skipped: tuple[int, ...]
 
 
 class Reading:
@@ -82,7 +93,10 @@ class Reading:
         self._read: dict[str, int] = {}
         self._ends: dict[str, int] = {}
         self._line: tuple[tuple[int, int], Line] = ((-1, -1), Line([], Counter(), 0, 0))
-        self._consumed: tuple[int, Consumed] = (-1, Consumed({}, frozenset()))
+        self._consumed: tuple[tuple[int, int], Consumed] = ((-1, -1), Consumed({}, frozenset()))
+        self._made: list[Made | None] = []
+        """By number, None of what is no version but version 0."""
+        self.epochs = 0
 
     @property
     def share(self) -> float:
@@ -122,6 +136,7 @@ class Reading:
         source = self.feed.source
         if not self.feed.follows_log:
             await asyncio.to_thread(source.log.refresh)
+        await self._read_entries(source.log)
         now = await self.feed.now(self._clock())
         self.book.update(now.statuses)
         self.convergence.take(now.acks)
@@ -141,16 +156,28 @@ class Reading:
     def consumed(self) -> Consumed:
         """What the line has consumed, as far as the LOG is read."""
         log = self.feed.source.log
-        if self._consumed[0] != log.next_number:
-            number = log.next_number
-            skipped = [
-                depth
-                for version in (log.lineage.path() if log.lineage.versions() else ())
-                if version and isinstance(entry := log.entry(version), VersionEntry)
-                for depth in entry.skipped
-            ]
-            self._consumed = number, consumed(log.lineage, skipped)
+        mark = (log.next_number, len(self._made))
+        if self._consumed[0] != mark:
+            skipped = [depth for made in self.made() for depth in made.skipped]
+            self._consumed = mark, consumed(log.lineage, skipped)
         return self._consumed[1]
+
+    def made(self) -> list[Made]:
+        """The line's versions but version 0, oldest first, as far as the LOG is read."""
+        lineage = self.feed.source.log.lineage
+        path = lineage.path() if lineage.versions() else ()
+        return [made for number in path if number < len(self._made) and (made := self._made[number]) is not None]
+
+    async def _read_entries(self, log: Log) -> None:
+        self._turn_began = time.monotonic()
+        while (number := len(self._made)) < log.next_number:
+            entry = log.entry(number)
+            made = None
+            if isinstance(entry, VersionEntry):
+                made = Made(entry.at, entry.wire_bytes, entry.model_bytes, entry.skipped)
+            self._made.append(made)
+            self.epochs += isinstance(entry, OpenEntry)
+            await self._rest()
 
     def line(self) -> Line:
         """As far as CONTROL and the LOG are read."""
