@@ -73,6 +73,15 @@ class Delivery(Message):
             await self._connection.send(self._reply, text)
 
 
+@dataclass(slots=True)
+class _Pull:
+    """What a pull that stands at the server hasn't brought yet. At `until`, by the loop's clock, it's over there, also where the
+    word of that was lost on its way: with a server of a cluster, or a leaf's line."""
+
+    missing: int
+    until: float
+
+
 class Consumer:
     """A reader's share of a durable consumer, which is made where it's missing and found where it's there."""
 
@@ -88,7 +97,7 @@ class Consumer:
         self._wake = asyncio.Event()
         self._subscription: Subscription | None = None
         self._pull_count = 0
-        self._open: dict[str, int] = {}
+        self._open: dict[str, _Pull] = {}
         self._losses = 0
         self._forget = self._connection.on_change(self._on_loss)
         self._turn = asyncio.Lock()
@@ -156,11 +165,14 @@ class Consumer:
         taken = self._leftover(n)
         if taken:
             return taken
-        asked = sum(self._open.values())
+        clock = asyncio.get_running_loop().time
+        for token in [token for token, pull in self._open.items() if pull.until <= clock()]:
+            del self._open[token]
+        asked = sum(pull.missing for pull in self._open.values())
+        give_up = clock() + seconds + GRACE_SECONDS
         if asked < n:
-            await self._ask(n - asked, seconds)
+            await self._ask(n - asked, seconds, give_up)
         losses = self._losses
-        give_up = asyncio.get_running_loop().time() + seconds + GRACE_SECONDS
         while len(taken) < n and self._open:
             message = await self._next_arrived(QUIET_SECONDS if taken else give_up, losses, relative=bool(taken))
             if message is None:
@@ -173,11 +185,11 @@ class Consumer:
             self._connection.raise_if_denied(self._next)  # a refused pull is one that nobody answers
         return taken
 
-    async def _ask(self, count: int, seconds: float) -> None:
+    async def _ask(self, count: int, seconds: float, until: float) -> None:
         self._pull_count += 1
         request = {"batch": count, "no_wait": True, "expires": max(int(seconds * _NANOSECONDS), _SHORTEST_NANOSECONDS)}
         await self._connection.send(self._next, msgspec.json.encode(request), reply=f"{self._inbox}.{self._pull_count}")
-        self._open[str(self._pull_count)] = count
+        self._open[str(self._pull_count)] = _Pull(count, until)
 
     def _is_delivery(self, message: Msg) -> bool:
         """Whether it is a message, not a pull's end; either way what is open is counted down."""
@@ -185,8 +197,8 @@ class Consumer:
             self._open.pop(message.subject.rpartition(".")[2], None)
             return False
         for token in self._open:
-            self._open[token] -= 1
-            if not self._open[token]:
+            self._open[token].missing -= 1
+            if not self._open[token].missing:
                 del self._open[token]
             break
         return True

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from support.proxy import proxied
 from support.waiting import until
 from towline.bus.client import Bus
 from towline.bus.control_log import ControlLog
@@ -158,6 +159,30 @@ async def test_a_reader_survives_sigkill_of_the_server(mortal: BusSettings, mort
     await asyncio.wait_for(working, 60.0)
     assert taken == {b"%d" % number for number in range(400)} | {b"after"}
     await bus.close()
+
+
+async def test_a_pull_whose_end_was_lost_on_its_way_is_followed_by_another(
+    bus: Bus, bus_settings: BusSettings, run_name: str
+) -> None:
+    """The connection stays: so it is where one server of a cluster dies, or a leaf's line is cut, behind the reader's server."""
+    async with proxied(bus_settings.url) as proxy:
+        far = await Bus.connect(bus_settings.model_copy(update={"url": proxy.url}), run=run_name, client_name="far")
+        lane = await far.consumer(_lane(bus))
+        proxy.swallow = True
+        assert await lane.fetch(2, 0.2) == []
+        assert proxy.swallowed_bytes > 0
+        proxy.swallow = False
+        await _tasks(bus, 2)
+        taken: list[bytes] = []
+
+        async def came() -> bool:
+            taken.extend(delivery.data for delivery in await lane.fetch(2, 1.0))
+            return len(taken) == 2
+
+        await until(came)
+        assert sorted(taken) == [b"0", b"1"]
+        assert far.connected
+        await far.close()
 
 
 async def test_a_consumer_that_went_away_is_made_again(bus: Bus) -> None:
