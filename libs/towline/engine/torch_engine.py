@@ -93,6 +93,7 @@ class TorchEngine:
         return Activation(pause_seconds=0.0, engine_digest=digest)
 
     async def stop(self) -> None:
+        self._send()  # what was asked for a moment ago ends as all the rest does
         with self._wake:
             self._ending = True
             self._wake.notify()
