@@ -62,7 +62,7 @@ def directory(tmp_path):
 
 
 def test_a_run_is_interrupted_goes_on_and_ends_with_a_summary(tmp_path, directory):
-    arguments = ("--run", "small", "--store", (tmp_path / "store").as_uri(), "--steps", "6")
+    arguments = ("--run", "small", "--store", (tmp_path / "store").as_uri(), "--steps", "14")
     up = start_up(tmp_path, *arguments)
 
     def depth() -> int:
@@ -72,7 +72,7 @@ def test_a_run_is_interrupted_goes_on_and_ends_with_a_summary(tmp_path, director
         progress = json.loads(done.stdout)["progress"] if done.returncode == 0 else None
         return progress["depth"] if progress else 0
 
-    until(lambda: depth() >= 2 or up.poll() is not None, "the run never got to depth 2")
+    until(lambda: depth() >= 1 or up.poll() is not None, "the run never got to depth 1")
     up.send_signal(signal.SIGINT)
     out, err = up.communicate(timeout=60)
     assert up.returncode == 128 + signal.SIGINT, out + err
@@ -89,8 +89,8 @@ def test_a_run_is_interrupted_goes_on_and_ends_with_a_summary(tmp_path, director
     summary = answer["summary"]
     assert json.loads(directory.summary_path.read_text()) == summary
     samples = summary["samples"]
-    assert summary["steps"] == 6
-    assert samples["trained"] == 6 * 4 * 8
+    assert summary["steps"] == 14
+    assert samples["trained"] == 14 * 4 * 8
     assert samples["admitted"] == samples["trained"] + samples["evaluated"] + sum(samples["dropped"].values()) + samples["open"]
     assert summary["reward_first"] is not None
     assert min(summary["delta"].values()) > 0
@@ -101,7 +101,7 @@ def test_a_run_is_interrupted_goes_on_and_ends_with_a_summary(tmp_path, director
     done = towline(tmp_path, "audit", "small", "--json")
     assert (done.returncode, json.loads(done.stdout)["clean"]) == (0, True)
     versions = json.loads(towline(tmp_path, "versions", "list", "small", "--json").stdout)
-    assert versions[-1]["depth"] == 6
+    assert versions[-1]["depth"] == 14
     assert towline(tmp_path, "versions", "verify", "small").returncode == 0
     newest = json.loads(towline(tmp_path, "trajectories", "list", "small", "--last", "1", "--json").stdout)
     assert newest["reward"] is not None
