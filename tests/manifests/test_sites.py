@@ -126,6 +126,14 @@ async def test_what_other_clusters_generate_stands_at_home_and_they_may_no_more_
                 with pytest.raises(UsageError):
                     await worker.publish(worker.topology.control("end"), b"not a worker's to say")
             assert (await reader.stream_state(CONTROL)).messages == 0
+            lane = await near.consumer(near.topology.lane_consumer(TRAIN, 4))
+            async with three.connected(three.home, "buffer") as buffer:
+                await buffer.publish(buffer.topology.task(TRAIN), b"home's")
+
+            async def fetched() -> bool:
+                return [delivery.data for delivery in await lane.fetch(4, 1.0)] == [b"home's"]
+
+            await until(fetched, 60)
 
 
 @pytest.mark.slow

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from towline.access.nats import Permissions, permissions
 from towline.access.walls import Export, Import, Walled, walled
-from towline.bus.sites import kept_apart, kept_in
+from towline.bus.sites import domain_api, kept_apart, kept_in
+
+_TO_DOMAIN = {"$JS.API.": "", "$KV.": "$KV."}
+"""What a leaf connection lets through under a domain's prefix alone -> what follows the prefix there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +47,20 @@ class Tls:
     """What the handshake may take."""
 
 
-def users_config(accounts: Sequence[Account], tls: Tls | None = None) -> str:
-    """A fragment to include in a server's configuration, or to stand in it: `accounts`, and `tls` if given."""
+def users_config(accounts: Sequence[Account], tls: Tls | None = None, *, home_domain: str = "") -> str:
+    """A fragment to include in a server's configuration, or to stand in it: `accounts`, and `tls` if given.
+
+    `home_domain`: for servers without JetStream (a near site's): the domain of the JetStream to which requests for it go.
+    """
     lines = ["accounts {"]
     for account in accounts:
         if account.walls:
-            lines += _walled(account)
+            lines += _walled(account, home_domain)
             continue
-        lines += [f"  {json.dumps(account.name)} {{", f"    jetstream: {_limit(account)}", "    users: ["]
+        lines += [f"  {json.dumps(account.name)} {{", f"    {_jetstream(account, home_domain)}", "    users: ["]
         for role, key in account.users.items():
-            lines += [f"      # {role}", f"      {_user(key, permissions(role, account.runs, tuple(account.sites)))}"]
+            granted = permissions(role, account.runs, tuple(account.sites))
+            lines += [f"      # {role}", f"      {_user(key, _as_mapped(granted, home_domain) if home_domain else granted)}"]
         lines += [*_sites(account), "    ]", "  }"]
     lines.append("}")
     return "\n".join(lines) + "\n" + (tls_config(tls) if tls else "")
@@ -81,12 +88,12 @@ def plain(granted: Permissions) -> dict[str, dict[str, list[str]]]:
     }
 
 
-def _walled(account: Account) -> list[str]:
+def _walled(account: Account, home_domain: str) -> list[str]:
     lines = []
     for one in walled(account.name, account.runs, tuple(account.sites)):
         lines.append(f"  {json.dumps(one.name)} {{")
         if not one.role:
-            lines += [f"    jetstream: {_limit(account)}", "    users: [", *_sites(account), "    ]"]
+            lines += [f"    {_jetstream(account, home_domain)}", "    users: [", *_sites(account), "    ]"]
         elif one.role in account.users and one.permissions is not None:
             lines.append(f"    users: [ {_user(account.users[one.role], one.permissions)} ]")
         lines += _crossings(one)
@@ -109,8 +116,24 @@ def _import(wanted: Import) -> dict[str, Any]:
     return {"stream" if wanted.stream else "service": {"account": wanted.account, "subject": wanted.subject}}
 
 
-def _limit(account: Account) -> str:
-    return "enabled" if account.max_file_bytes is None else f"{{ max_file: {account.max_file_bytes} }}"
+def _jetstream(account: Account, home_domain: str) -> str:
+    """Of the account with the streams: it has them, or what they are reached by."""
+    if home_domain:
+        return f"mappings: {json.dumps({f'{begin}>': f'{_mapped(begin, home_domain)}>' for begin in _TO_DOMAIN})}"
+    return "jetstream: enabled" if account.max_file_bytes is None else f"jetstream: {{ max_file: {account.max_file_bytes} }}"
+
+
+def _as_mapped(granted: Permissions, home_domain: str) -> Permissions:
+    """nats-server looks at a user's permissions after its account's mappings."""
+    publish, deny = (tuple(_mapped(one, home_domain) for one in every) for every in (granted.publish, granted.publish_deny))
+    return replace(granted, publish=publish, publish_deny=deny)
+
+
+def _mapped(subject: str, home_domain: str) -> str:
+    for begin, there in _TO_DOMAIN.items():
+        if subject.startswith(begin):
+            return f"{domain_api(home_domain)}.{there}{subject.removeprefix(begin)}"
+    return subject
 
 
 def _sites(account: Account) -> list[str]:

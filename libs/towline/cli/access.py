@@ -53,6 +53,7 @@ def nats(
     from towline.access.roles import ROLES
     from towline.access.sites import checked_sites, leaf_users
     from towline.access.tenants import write_tenant
+    from towline.config import BusSettings
 
     if bool(tls_cert) != bool(tls_key) or (tls_ca and not tls_cert):
         raise UsageError("--tls-cert and --tls-key go together, --tls-ca with both", code="access_tls")
@@ -68,9 +69,12 @@ def nats(
         return
     users = bus_users(out, ROLES, anew=rotate)
     leaves = [leaf_users(out, which, anew=rotate) for which in (names, checked_sites(near or [], "--near"))]
-    config = users_config([Account(account, runs, users, max_file_bytes, walls, *leaves)], tls)
-    (out / "nats.conf").write_text(config)
+    accounts = [Account(account, runs, users, max_file_bytes, walls, *leaves)]
+    (out / "nats.conf").write_text(users_config(accounts, tls))
     print(f"{out / 'nats.conf'}: account {account} with {len(users)} users for {', '.join(runs)}; include it in the server's")
+    if near:
+        (out / "near.conf").write_text(users_config(accounts, tls, home_domain=BusSettings().home_domain))
+        print(f"{out / 'near.conf'}: the same for near clusters' servers, which have no JetStream of their own")
     print(f"{out}/ROLE.nk: their seeds; bus.keys_folder = {str(out)!r}")
     for name in [*names, *(near or [])]:
         print(f"{out}/leaf-{name}.nk: the seed of {name}'s server, for nothing else (`towline access sites`)")
