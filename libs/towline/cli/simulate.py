@@ -32,8 +32,8 @@ def simulate(
 ) -> None:
     """Simulate hours of a run in seconds: any number of workers, links, failures; the same file as the run's.
 
-    Lengths and speeds are the synthetic engine's ([rollout] arguments), or a recorded run's (load.lengths_from); hops' times are
-    the table [simulate].
+    Lengths and speeds are the synthetic engine's (rollout.arguments), or a recorded run's (load.lengths_from); hops' times are
+    the table `simulate`.
     """
     try:
         from towline.simulate.outcome import calibrated, check
@@ -63,8 +63,9 @@ def simulate(
             )
         )
     else:
-        hours = result.metrics["simulated_seconds"] / 3600
-        print(f"{scenario.load.workers:,} workers, {hours:.2f} h in {result.metrics['wall_seconds']:.1f} s")
+        seconds = result.metrics["simulated_seconds"]
+        simulated = f"{seconds / 3600:.2f} h" if seconds >= 3600 else f"{seconds:.0f} s"
+        print(f"{scenario.load.workers:,} workers, {simulated} in {result.metrics['wall_seconds']:.1f} s")
         print("\n".join(f"  {label:<46} {number:,.4g}" for label, number in rows([result])))
         for one in checks:
             print(f"  {one.metric:<34} simulated {one.simulated:<10.4g} measured {one.measured:<10.4g} off by {one.off:.1%}")

@@ -102,7 +102,7 @@ def _threshold(results: Sequence[Result], name: str, one: dict[str, float]) -> t
     missed = sum(any(line.startswith((f"{name} =", f"{name}:")) for line in result.failed) for result in results)
     kept = "yes" if not missed else "no" if missed == len(results) else f"no, in {missed} of {len(results)} runs"
     if not values:
-        return name, asked, "no such metric", kept
+        return name, asked, "not measured", kept
     low, high = min(values), max(values)
     return name, asked, f"{low:,.6g}" if low == high else f"{low:,.6g} to {high:,.6g}", kept
 

@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 
 from towline.errors import UsageError
+from towline.loadtest.metric_names import counted
 from towline.loadtest.scenario import Scenario
 
 SCHEMA = 1
@@ -69,11 +70,14 @@ class Result:
         self.distributions[name] = [float(value) for value in np.quantile(array, np.linspace(0, 1, SKETCH))]
 
     def judge(self, scenario: Scenario) -> None:
-        """Hold the metrics against the scenario's thresholds; a metric that isn't there fails too."""
+        """Hold the metrics against the scenario's thresholds; one that wasn't measured fails too, but for a count of what never
+        arose, which is 0."""
         for name, threshold in scenario.load.thresholds.items():
+            if counted(name):
+                self.metrics.setdefault(name, 0.0)
             value = self.metrics.get(name)
             if value is None:
-                self.failed.append(f"{name}: there is no such metric; a result's `metrics` has them all")
+                self.failed.append(f"{name}: nothing was measured for it; a result's `metrics` has what was")
             elif threshold.least is not None and not value >= threshold.least:
                 self.failed.append(f"{name} = {value:.6g}, at least {threshold.least:g} is asked")
             elif threshold.most is not None and not value <= threshold.most:
@@ -107,8 +111,12 @@ def read_result(path: Path) -> Result:
         if tree.get("schema") != SCHEMA:
             raise UsageError(f"{path}: schema {tree.get('schema')}; this Towline reads {SCHEMA}", code="result_schema")
         return Result(**tree)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path}: not a load test's result: {error}", code="result") from error
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}; give a result-NNN.json, or their folder", code="result") from None
+    except ValueError as error:  # JSON that ends too soon, or no JSON
+        raise UsageError(f"{path}: not a load test's result, or not all of one: {error}", code="result") from None
+    except (TypeError, AttributeError):
+        raise UsageError(f"{path}: JSON, but not a load test's result", code="result") from None
 
 
 def read_results(path: Path) -> list[Result]:

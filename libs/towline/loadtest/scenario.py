@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from towline.config import BusSettings, Settings, StoreSettings
 from towline.engine.recording import MARK_TOKENS, read_recording
 from towline.errors import UsageError
+from towline.loadtest import metric_names
 from towline.loadtest.gateway_scenario import GatewayLoad
 
 Positive = Annotated[float, Field(gt=0)]
@@ -101,6 +102,14 @@ class Model(_Table):
 class Threshold(_Table):
     least: float | None = None
     most: float | None = None
+
+    @model_validator(mode="after")
+    def _asks(self) -> Threshold:
+        if self.least is None and self.most is None:
+            raise ValueError("give least, most or both")
+        if self.least is not None and self.most is not None and self.least > self.most:
+            raise ValueError(f"least = {self.least:g} is more than most = {self.most:g}: nothing can keep to it")
+        return self
 
 
 class Load(_Table):
@@ -190,13 +199,18 @@ def load_scenario(path: Path, overrides: Mapping[str, Any] | None = None) -> Sce
         tree[section] = defaults | tree.get(section, {})
     if "factory" in tree["model"]:
         tree["model"].pop("source")
+    table = "load."
     try:
         made = Load.model_validate(load)
+        table = "simulate."
         model = Model.model_validate(simulate)
+        table = ""
         settings = Settings.model_validate(_with_task(tree, made))
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors())
-        raise UsageError(f"{path}: {faults}", code="config") from None
+        lines = (f"{table}{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors())
+        raise UsageError(f"{path}: {'; '.join(lines)}", code="config") from None
+    if faults := metric_names.faults(made):
+        raise UsageError(f"{path}: {'; '.join(faults)}", code="threshold")
     return Scenario(name=path.stem, path=path, settings=settings, load=made, simulate=model)
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from live.gateway.conftest import Scene, scene
 from towline.loadtest.campaign import conduct
+from towline.loadtest.metric_names import known
 from towline.loadtest.result import read_result
-from towline.loadtest.scenario import load_scenario
+from towline.loadtest.scenario import Load, load_scenario
 
 __all__ = ["scene"]
 DEPLOYED = """
@@ -91,8 +92,10 @@ async def test_clients_alone_ask_a_gateway_by_its_url(scene: Scene, tmp_path: Pa
     path.write_text(DEPLOYED)
     asked = {"load.gateway.urls": [str(client.base_url)], "load.gateway.model": scene.world.run}
     campaign = await conduct(load_scenario(path, asked), tmp_path / "out", lambda line: None)
-    metrics = campaign.results[0].metrics
+    result = campaign.results[0]
+    metrics = result.metrics
     assert campaign.failed == []
+    assert [name for name in metrics if not known(name, Load.model_validate(result.load))] == [], "thresholds may name them all"
     assert metrics["closed.errors"] == metrics["rate.10.errors"] == 0
     assert metrics["rate.10.requests"] == 8
     assert metrics["closed.requests"] > 3
@@ -112,6 +115,7 @@ def test_every_part_of_a_gateways_load_is_measured_and_the_run_beside_it_is_audi
     assert json.loads(done.stdout)["failed"] == []
     result = read_result(tmp_path / "out" / "result-000.json")
     metrics = result.metrics
+    assert [name for name in metrics if not known(name, Load.model_validate(result.load))] == [], "thresholds may name them all"
     for part in ("closed", "bare", "rate.10", "sessions.turn", "grpc", "idle", "tenants.greedy", "tenants.light"):
         assert metrics[f"{part}.latency_seconds.count"] > 0, part
         assert metrics[f"{part}.latency_seconds.p50"] > 0, part

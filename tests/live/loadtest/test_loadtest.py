@@ -13,7 +13,9 @@ from pathlib import Path
 import psutil
 
 from support.waiting import until
+from towline.loadtest.metric_names import known
 from towline.loadtest.result import read_result
+from towline.loadtest.scenario import Load
 
 RUN = """
 [run]
@@ -78,6 +80,7 @@ def test_a_run_under_load_is_audited_and_a_threshold_that_isnt_kept_fails_it(tmp
     assert metrics["hop.generate.count"] > 0
     assert metrics["ttft_seconds.count"] > 0
     assert metrics["goodput_tokens_per_second"] > 0
+    assert [name for name in metrics if not known(name, Load.model_validate(result.load))] == [], "thresholds may name them all"
     report = (tmp_path / "out" / "report.html").read_text()
     for title in ("Percentiles of each hop", "Flow", "A version's way, stacked", "Version propagation", "TTFT, ITL and TPOT"):
         assert f"<h3>{escape(title)}</h3>" in report
@@ -126,7 +129,9 @@ def is_alive(process: psutil.Process) -> bool:
 def test_a_hop_is_measured_beside_nats_py_and_every_message_arrives_once(tmp_path: Path) -> None:
     done = loadtest(tmp_path, HOP)
     assert done.returncode == 0, done.stderr[-2000:]
-    metrics = read_result(tmp_path / "out" / "result-000.json").metrics
+    result = read_result(tmp_path / "out" / "result-000.json")
+    metrics = result.metrics
+    assert [name for name in metrics if not known(name, Load.model_validate(result.load))] == [], "thresholds may name them all"
     for system in ("towline", "nats"):
         assert metrics[f"{system}.4096.latency_seconds.count"] == 200
         assert metrics[f"{system}.4096.twice"] == 0

@@ -44,17 +44,60 @@ def test_a_mistake_is_one_line_that_names_the_key(tmp_path: Path) -> None:
         load_scenario(tmp_path / "missing.toml")
 
 
-def test_thresholds_fail_on_both_sides_and_where_the_metric_is_missing(tmp_path: Path) -> None:
-    scenario = load_scenario(
-        write(tmp_path, '[load.thresholds]\nrate = { least = 10 }\nlost = { most = 0 }\n"typo" = { most = 1 }\n')
-    )
+def test_thresholds_fail_on_both_sides_and_where_nothing_was_measured(tmp_path: Path) -> None:
+    text = "samples_per_second = { least = 10 }\nepochs = { most = 1 }\n"
+    scenario = load_scenario(write(tmp_path, f'[load.thresholds]\n{text}"ttft_seconds.p99" = {{ most = 1 }}\n'))
     result = new_result(scenario)
-    result.metrics = {"rate": 9.0, "lost": 1.0}
+    result.metrics = {"samples_per_second": 9.0, "epochs": 2.0}
     result.judge(scenario)
-    assert [line.split(" ")[0].rstrip(":") for line in result.failed] == ["rate", "lost", "typo"]
-    result.failed, result.metrics = [], {"rate": 10.0, "lost": 0.0, "typo": 1.0}
+    assert [line.split(" ")[0].rstrip(":") for line in result.failed] == ["samples_per_second", "epochs", "ttft_seconds.p99"]
+    result.failed, result.metrics = [], {"samples_per_second": 10.0, "epochs": 1.0, "ttft_seconds.p99": 1.0}
     result.judge(scenario)
     assert result.failed == []
+
+
+def test_a_count_of_what_never_arose_is_none(tmp_path: Path) -> None:
+    names = ("dropped.stale", "errors.failed_attempts.verify")
+    for bound, kept in (("most = 0", True), ("least = 1", False)):
+        scenario = load_scenario(
+            write(tmp_path, "[load.thresholds]\n" + "".join(f'"{name}" = {{ {bound} }}\n' for name in names))
+        )
+        result = new_result(scenario)
+        result.judge(scenario)
+        assert len(result.failed) == (0 if kept else 2)
+        assert [result.metrics[name] for name in names] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('"over_bund_rows" = { most = 0 }', "is it over_bound_rows"),
+        ('"samples_per_second.p50" = { least = 1 }', "no such metric"),
+        ('"ttft_seconds.p98" = { most = 1 }', r"ttft_seconds\.p9"),
+        ('"towline.65536.twice" = { most = 0 }', "kind run has no such metric"),
+        ("epochs = { }", "give least, most or both"),
+        ("epochs = { least = 2, most = 1 }", "nothing can keep to it"),
+    ],
+)
+def test_a_threshold_that_says_nothing_of_this_load_is_refused_before_it_runs(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        load_scenario(write(tmp_path, f"[load.thresholds]\n{text}\n"))
+
+
+def test_names_with_parts_of_the_scenarios_own_are_known_where_it_has_the_part(tmp_path: Path) -> None:
+    hop = '[load]\nkind = "transport"\npayload_bytes = [4096]\nrates = [500]\n[load.thresholds]\n'
+    load_scenario(
+        write(tmp_path, f'{hop}"towline.4096.twice" = {{ most = 0 }}\n"rate.500.latency_seconds.p99" = {{ most = 1 }}\n')
+    )
+    for name in ("towline.4097.twice", "rate.501.achieved_per_second", "redis.4096.twice"):
+        with pytest.raises(UsageError, match="kind transport has no such metric"):
+            load_scenario(write(tmp_path, f'{hop}"{name}" = {{ most = 0 }}\n'))
+    gate = '[load]\nkind = "gateway"\n[load.gateway]\ntenants = { light = 1 }\n[load.thresholds]\n'
+    load_scenario(
+        write(tmp_path, f'{gate}"tenants.light.errors.timeout" = {{ most = 0 }}\n"audit.violations" = {{ most = 0 }}\n')
+    )
+    with pytest.raises(UsageError, match=r"tenants\.light\.errors"):
+        load_scenario(write(tmp_path, f'{gate}"tenants.lite.errors" = {{ most = 0 }}\n'))
 
 
 def test_a_result_says_how_it_came_about_and_holds_no_secret(tmp_path: Path) -> None:
