@@ -73,23 +73,24 @@ class BusSettings(BaseModel):
         """The nkey's seed: `nkey_seed_file`'s, or the role's; "" where another way to come is named, or none."""
         if self.credentials:
             return ""
-        if self._by_folder:
+        if self.by_folder:
             return read_secret(f"{self.keys_folder}/{self.acts_as}{SEED}", "bus.keys_folder")
         return read_secret(self.nkey_seed_file, "bus.nkey_seed_file")
 
     @property
     def credentials(self) -> str:
         """The path of the user's token with its seed: `credentials_file`, or the role's where the folder has one; "" for none."""
-        own = f"{self.keys_folder}/{self.acts_as}{CREDENTIALS}" if self._by_folder else ""
+        own = f"{self.keys_folder}/{self.acts_as}{CREDENTIALS}" if self.by_folder else ""
         return own if own and Path(own).is_file() else self.credentials_file
 
     @property
     def acts_as(self) -> str:
         """The role; "" where none is known."""
-        return self.role or (DEFAULT_ROLE if self._by_folder else "")
+        return self.role or (DEFAULT_ROLE if self.by_folder else "")
 
     @property
-    def _by_folder(self) -> bool:
+    def by_folder(self) -> bool:
+        """Whether the user's secret is the role's, in `keys_folder`."""
         named = self.nkey_seed_file or self.credentials_file or self.user or self.token.get_secret_value()
         return bool(self.keys_folder and not named)
 
@@ -175,7 +176,9 @@ def read_secret(path: str, setting: str) -> str:
     try:
         text = Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "isn't text"
+        reason = (error.strerror or "") if isinstance(error, OSError) else "isn't text"
+        if isinstance(error, FileNotFoundError) and setting.endswith("keys_folder"):
+            reason += "; `towline access` writes a file for each role: correct the folder, or the role that is named"
         raise UsageError(f"{setting} = {path!r}: {reason}", code="secret_file") from None
     if not text:
         raise UsageError(f"{setting} = {path!r} is empty", code="secret_file")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from towline.access.credentials import bus_users
 from towline.access.nats_config import Tls, tls_config
@@ -21,11 +22,31 @@ _PINGS = 'ping_interval: "5s"\nping_max: 2\n'
 
 def checked_sites(names: Sequence[str], option: str = "--site") -> list[str]:
     try:
+        if any(name[:1].isdecimal() for name in names):
+            raise ValueError("nats-server reads 9b as a number of bytes")
         return list(BusSettings(sites=tuple(names)).sites)
     except ValueError:
         raise UsageError(
-            f"{option} {' '.join(names)}: each another name of 1 to 32 of a-z, 0-9 and '-', none of them 'home'", code="site_name"
+            f"{option} {' '.join(names)}: each another name of 1 to 32 of a-z, 0-9 and '-', beginning with a letter, none "
+            "of them 'home'",
+            code="site_name",
         ) from None
+
+
+def checked_door(home_url: str, listen: str) -> None:
+    """`UsageError` for what nats-server would refuse, on another machine and later."""
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(f"--listen {listen!r}: give ADDRESS:PORT, such as 0.0.0.0:7422", code="site_door")
+    try:
+        parts = urlsplit(home_url)
+        fine = parts.scheme in ("tls", "nats", "nats-leaf", "ws", "wss") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        fine = False
+    if not fine:
+        raise UsageError(
+            f"--home-url {home_url!r}: give tls://HOST:PORT, or nats-leaf://HOST:PORT in the clear", code="site_door"
+        )
 
 
 def leaf_users(folder: Path, sites: Iterable[str], *, anew: bool = False) -> dict[str, str]:

@@ -6,10 +6,11 @@ import ssl
 from typing import Any
 
 import nats.errors
+import nkeys
 from nats.aio.client import Client
 
 from towline.config import BusSettings
-from towline.config_servers import read_secret
+from towline.config_servers import SEED, read_secret
 from towline.errors import UsageError
 
 
@@ -27,7 +28,7 @@ def new_client(settings: BusSettings) -> Client:
 
 
 def login(settings: BusSettings) -> dict[str, Any]:
-    """nats-py's keywords for the user and for TLS. `UsageError` where a file isn't there."""
+    """nats-py's keywords for the user and for TLS. `UsageError` where a file isn't there, or holds something else."""
     keywords = {
         "user": settings.user,
         "password": settings.secret if settings.user else "",
@@ -36,8 +37,34 @@ def login(settings: BusSettings) -> dict[str, Any]:
         "nkeys_seed_str": settings.seed,
         "tls": _tls(settings) if settings.encrypted else None,
     }
-    read_secret(settings.credentials_file, "bus.credentials_file")  # nats-py would call it an unexpected end of the connection
+    _check_credentials(settings)
+    if keywords["nkeys_seed_str"]:
+        _check_seed(settings)
     return {name: value for name, value in keywords.items() if value}
+
+
+def _check_credentials(settings: BusSettings) -> None:
+    """nats-py would call a missing file an unexpected end of the connection, and trip over one that holds something else."""
+    path = settings.credentials
+    setting = "bus.keys_folder" if path != settings.credentials_file else "bus.credentials_file"
+    text = read_secret(path, setting)
+    if text and not all(f"BEGIN {part}" in text for part in ("NATS USER JWT", "USER NKEY SEED")):
+        raise UsageError(
+            f"{setting} = {path!r} holds no user's token with its seed; `towline access nats --jwt` writes such files",
+            code="secret_file",
+        )
+
+
+def _check_seed(settings: BusSettings) -> None:
+    try:
+        nkeys.from_seed(bytearray(settings.seed.encode())).wipe()
+    except (nkeys.NkeysError, ValueError):
+        where = "keys_folder" if settings.by_folder else "nkey_seed_file"
+        path = f"{settings.keys_folder}/{settings.acts_as}{SEED}" if settings.by_folder else settings.nkey_seed_file
+        raise UsageError(
+            f"bus.{where} = {path!r} holds no nkey's seed; `towline access nats` writes one where the file isn't there",
+            code="secret_file",
+        ) from None
 
 
 def judge(address: str, reason: str) -> None:

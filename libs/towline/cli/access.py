@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -95,12 +96,19 @@ def s3(
     them to the server by mc. aws: DIR/ROLE.policy.json alone: the keys are Amazon's. Else DIR/ROLE.s3-access and .s3-secret.
     """
     from towline.access import s3 as policies
-    from towline.access.credentials import store_keys
+    from towline.access.credentials import private_folder, store_keys
     from towline.access.roles import ROLES
     from towline.runtime.files import write_private
 
     if flavour not in FLAVOURS:
         raise UsageError(f"--flavour {flavour}: use {', '.join(FLAVOURS)}", code="access_flavour")
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket):
+        raise UsageError(
+            f"--bucket {bucket!r}: use 3 to 63 of a-z, 0-9, '.' and '-', as in store.url = s3://BUCKET/PREFIX", code="bucket"
+        )
+    prefix = prefix.strip("/")
+    if any(part in ("", ".", "..") for part in prefix.split("/")) and prefix:
+        raise UsageError(f"--prefix {prefix!r}: give what stands after the bucket in store.url", code="prefix")
     chosen: Any = flavour
     documents = {role: policies.policy(role, bucket, runs, prefix=prefix, flavour=chosen) for role in ROLES}
     if flavour == "seaweedfs":
@@ -108,7 +116,7 @@ def s3(
         write_private(out / "s3.json", policies.seaweedfs_config(documents, pairs))
         print(f"{out / 's3.json'}: {len(documents)} identities and the administrator's, for `weed s3 -config`; it holds the keys")
     else:
-        out.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private_folder(out)
         for role, document in documents.items():
             (out / f"{role}.policy.json").write_text(json.dumps(document, indent=1) + "\n")
         print(f"{out}/ROLE.policy.json: {len(documents)} policies")

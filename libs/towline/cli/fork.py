@@ -64,6 +64,8 @@ def fork(
         log.refresh()
         number = _number(log, version)
         child = name or _name(before.run.name, number)
+        if child == before.run.name:
+            raise UsageError(f"--name {child} is the run's own: give the new one another", code="run_name")
         new = RunDirectory(directory.path.with_name(child))
         code = _beside(directory)
         path = output or code / f"{child}.toml"

@@ -73,10 +73,18 @@ def main() -> None:
         _exit(f"{error.code}: {' '.join(error.message.split())}", error.exit_status)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-    except Exception as error:  # noqa: BLE001 — a fault of ours: kept whole in a file, one line for the user
+    except Exception as error:  # noqa: BLE001 — kept whole in a file, one line for the user
         with tempfile.NamedTemporaryFile("w", prefix="towline-", suffix=".traceback", delete=False) as file:
             traceback.print_exc(file=file)
+        if isinstance(error, OSError) and error.filename is not None:  # a path of the user's, mostly
+            _exit(f"file: {error.filename}: {_reason(error)}; correct the path; the traceback is in {file.name}", 1)
         _exit(f"internal: {type(error).__name__}: {' '.join(str(error).split())}; the traceback is in {file.name}", 1)
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return "a file stands where a folder is wanted"
+    return error.strerror or type(error).__name__
 
 
 def _exit(line: str, status: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from towline.cli.source import is_bundle, open_source
+from towline.errors import UsageError
 
 if TYPE_CHECKING:
     from towline.engine.recording import Recording
@@ -37,6 +38,10 @@ def scenario_of(path: Path, overrides: dict[str, Any], folder: Path) -> Scenario
     target = lengths_target(path, overrides)
     if target is not None and not target.made:
         written = folder / "recorded.json"
-        write_recording(recording_of(target.where), written)
+        try:
+            recording = recording_of(target.where)
+        except UsageError as error:
+            raise UsageError(f"load.lengths_from in {path}: {error.message}", code=error.code) from None
+        write_recording(recording, written)
         overrides = overrides | {"load.lengths_from": str(written.absolute())}
     return load_scenario(path, overrides)

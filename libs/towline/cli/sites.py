@@ -27,11 +27,12 @@ def sites(
     leaf-SITE.nk; a site's server has its seed in TOWLINE_LEAF_SEED. A site is shut out by that command without its name.
     """
     from towline.access.nats_config import Tls
-    from towline.access.sites import SEED_VARIABLE, checked_sites, home_config, site_config
+    from towline.access.sites import SEED_VARIABLE, checked_door, checked_sites, home_config, site_config
 
     if bool(tls_cert) != bool(tls_key):
         raise UsageError("--tls-cert and --tls-key go together", code="access_tls")
     listed = checked_sites(names)
+    checked_door(home_url, listen)
     out.mkdir(parents=True, exist_ok=True)
     (out / "home.conf").write_text(home_config(listen, Tls(tls_cert, tls_key) if tls_cert else None))
     print(f"{out / 'home.conf'}: home's door; its server also has `jetstream {{ domain: home }}`")

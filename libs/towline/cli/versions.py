@@ -218,6 +218,8 @@ def _range(text: str) -> tuple[int, int]:
     first, dots, last = text.partition("..")
     if not first.isdigit() or (dots and not last.isdigit()):
         raise UsageError(f"{text!r}: give a version's number, or FIRST..LAST", code="version_range")
+    if int(last or first) < int(first):
+        raise UsageError(f"{text!r}: the first version is the lesser one: {last}..{first}", code="version_range")
     return int(first), int(last or first)
 
 

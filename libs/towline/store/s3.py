@@ -248,13 +248,18 @@ class S3Store:
                 f"{self._endpoint} has no bucket {self._bucket!r}; create it, or correct store.url", code="store_bucket"
             )
         if code in _BAD_KEYS:
-            return UsageError(f"{self._endpoint} refuses the S3 keys ({code}); correct store.access_key and store.secret_key",
-                              code="store_keys")  # fmt: skip
+            return UsageError(
+                f"{self._endpoint} refuses the S3 keys ({code}); correct store.keys_folder, or access_key and secret_key",
+                code="store_keys",
+            )
         if code in _FULL or status == 507:
             return FullError(f"{where}: the store has no room ({code}); free some", code="store_full")
         if status == 403:
-            return UsageError(f"{where}: these S3 keys may not do that ({code}); correct the keys or their policy",
-                              code="store_permission")  # fmt: skip
+            return UsageError(
+                f"{where}: these S3 keys may not do that ({code}); correct keys or policy: `towline access s3` writes them "
+                "for each --run, and the --bucket and --prefix that store.url has",
+                code="store_permission",
+            )
         if code in _BUSY or code == "ConditionalRequestConflict" or status >= 500 or status == 429:
             return UnavailableError(f"{where}: the store is busy ({code}); try again", code="store_busy")
         if code == "PreconditionFailed":

@@ -72,6 +72,30 @@ def test_an_empty_file_holds_no_secret(tmp_path: Path) -> None:
         login(BusSettings(nkey_seed_file=str(tmp_path / "empty")))
 
 
+@pytest.mark.parametrize("text", [b"garbage", b"SUAC", b"\xff\xfe\x00"])
+def test_a_seed_that_is_none_is_one_line_that_names_the_file_and_never_its_text(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "buffer.nk"
+    path.write_bytes(text)
+    for settings in (BusSettings(keys_folder=str(tmp_path), role="buffer"), BusSettings(nkey_seed_file=str(path))):
+        with pytest.raises(UsageError, match=re.escape(str(path))) as caught:
+            login(settings)
+        assert "garbage" not in caught.value.message
+    with pytest.raises(UsageError, match="delete it, and a new one is made"):
+        bus_users(tmp_path, ["buffer"])
+    path.unlink()
+    bus_users(tmp_path, ["buffer"])
+    assert login(BusSettings(keys_folder=str(tmp_path), role="buffer"))["nkeys_seed_str"] == path.read_text().strip()
+
+
+def test_a_token_file_that_holds_something_else_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "buffer.creds"
+    for text in ("nonsense\n", "-----BEGIN NATS USER JWT-----\neyJ0\n"):  # the second was cut off
+        path.write_text(text)
+        for settings in (BusSettings(keys_folder=str(tmp_path), role="buffer"), BusSettings(credentials_file=str(path))):
+            with pytest.raises(UsageError, match=r"buffer\.creds' holds no user's token with its seed"):
+                login(settings)
+
+
 @pytest.mark.parametrize(
     ("kind", "given", "line"),
     [

@@ -41,6 +41,25 @@ def towline(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         (("up", str(DEMO), "--set", "trainer.learning_rate=nan"), 2, "trainer.learning_rate"),
         (("up", str(DEMO), "--set", "trainer.learning_rate=inf"), 2, "trainer.learning_rate"),
         (("up", str(DEMO), "--dp", "-1"), 2, "trainer.dp"),
+        (("access", "s3", "--run", "r", "--out", "k", "--bucket", "A b"), 2, "--bucket 'A b': use 3 to 63"),
+        (("access", "s3", "--run", "r", "--out", "k", "--prefix", "../x"), 2, "--prefix '../x': give what stands after"),
+        (
+            ("access", "sites", "--run", "r", "--site", "9b", "--home-url", "tls://h:1", "--out", "k"),
+            2,
+            "beginning with a letter",
+        ),
+        (("access", "sites", "--run", "r", "--site", "b", "--home-url", "foo", "--out", "k"), 2, "--home-url 'foo': give tls://"),
+        (("access", "sites", "--run", "r", "--site", "b", "--home-url", "tls://h:x", "--out", "k"), 2, "give tls://HOST:PORT"),
+        (("access", "nats", "--run", "r", "--out", __file__), 2, "there is a file of that name; give a folder"),
+        (("access", "nats", "--run", "r", "--out", "/dev/null/k"), 2, "no folder can be made there"),
+        (("loadtest", str(DEMO), "--set", "load.workers=-3"), 2, "load.workers: Input should be greater"),
+        (("loadtest", str(DEMO), "--set", "load.lengths_from=nope"), 2, "load.lengths_from in "),
+        (("loadtest", "compare", "nope", "nope"), 2, "result: nope: No such file or directory; give a result-NNN.json"),
+        (
+            ("simulate", str(DEMO), "--set", "load.workers=1", "--until", "1", "-o", f"{__file__}/x"),
+            1,
+            "a file stands where a folder",
+        ),
     ],
 )
 def test_a_wrong_call_is_one_line_and_exit_2(tmp_path, arguments, code, says):
