@@ -16,6 +16,7 @@ from towline.bus.sites import SITE_BUCKETS, SITE_STREAMS
 from towline.bus.topology import BUCKETS, STREAMS, ConsumerSpec, Topology
 from towline.config import Settings
 from towline.contract.task import TRAIN
+from towline.errors import UsageError
 from towline.store.honesty import prove
 from towline.store.objects import open_store
 from towline.store.s3 import S3Store
@@ -38,11 +39,26 @@ async def prepare_bus(settings: Settings) -> None:
     own = as_role(settings, INIT)
     bus = await Bus.connect(own.bus, run=own.run.name, client_name=f"init-{own.run.name}")
     try:
+        await _check_domain(bus, own)
         await bus.ensure()
         for spec in _consumers(own):
             await Consumer(bus.jetstream, spec, None).ensure()
     finally:
         await bus.close()
+
+
+async def _check_domain(bus: Bus, settings: Settings) -> None:
+    """With sites, home's streams and a site's differ: what is made on the other's server couldn't be changed afterwards."""
+    wanted = settings.bus.site or (settings.bus.home_domain if settings.bus.sites else "")
+    if not wanted:
+        return
+    found = (await bus.jetstream.call("ask for the JetStream domain", "INFO")).get("domain", "")
+    if found != wanted:
+        raise UsageError(
+            f"the bus at {without_user(settings.bus.url)} has JetStream domain {found!r}, not {wanted!r}: correct bus.url or "
+            f"bus.site, or the server's `jetstream {{ domain: {wanted} }}`",
+            code="bus_domain",
+        )
 
 
 def _consumers(settings: Settings) -> list[ConsumerSpec]:

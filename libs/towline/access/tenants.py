@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import nkeys
+
 from towline.access import jwt
 from towline.access.nats import permissions
 from towline.access.roles import ROLES
@@ -29,6 +31,12 @@ _CONTROL_LINE_BYTES = 128 << 10
 """A client sends its token in one line; the server's default of 4 KiB is too little for some roles' permissions."""
 MOST_TOKEN_BYTES = _CONTROL_LINE_BYTES - (4 << 10)
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
+
+
+def checked_account(name: str) -> str:
+    if not _NAME.fullmatch(name) or name == SYSTEM:
+        raise UsageError(f"account {name!r}: use 1 to 32 of a-z, 0-9 and '-', not {SYSTEM!r}", code="account_name")
+    return name
 
 
 def write_tenant(
@@ -45,8 +53,7 @@ def write_tenant(
     The server's configuration, with all tenants of the folder: with `walls` (walls.py) it changes with the runs, else only with
     the list of tenants. `UsageError` where the runs are too many for a token.
     """
-    if not _NAME.fullmatch(account) or account == SYSTEM:
-        raise UsageError(f"account {account!r}: use 1 to 32 of a-z, 0-9 and '-', not {SYSTEM!r}", code="account_name")
+    checked_account(account)
     operator = _signer(folder / "operator.seed", jwt.new_operator)
     system = _account(folder / SYSTEM, operator, SYSTEM, jetstream=False)
     if walls:
@@ -124,7 +131,15 @@ def _signer(path: Path, make: Callable[[], jwt.Signer]) -> jwt.Signer:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not path.is_file():
         write_private(path, make().seed)
-    return jwt.Signer(path.read_text().strip())
+    signer = jwt.Signer(path.read_text().strip())
+    try:
+        signer.public  # noqa: B018 — it takes the seed apart
+    except (nkeys.NkeysError, ValueError):
+        raise UsageError(
+            f"{path}: no nkey seed in it; bring back the right one, or remove it: a new one is made, which no server knows yet",
+            code="nkey",
+        ) from None
+    return signer
 
 
 def _seed_in(path: Path) -> str:

@@ -53,9 +53,11 @@ def nats(
     from towline.access.nats_config import Account, Tls, tls_config, users_config
     from towline.access.roles import ROLES
     from towline.access.sites import checked_sites, leaf_users
-    from towline.access.tenants import write_tenant
+    from towline.access.tenants import checked_account, write_tenant
     from towline.config import BusSettings
 
+    runs = list(dict.fromkeys(runs))  # nats-server takes no import twice
+    checked_account(account)
     if bool(tls_cert) != bool(tls_key) or (tls_ca and not tls_cert):
         raise UsageError("--tls-cert and --tls-key go together, --tls-ca with both", code="access_tls")
     tls = Tls(tls_cert, tls_key, tls_ca, verify=bool(tls_ca)) if tls_cert else None

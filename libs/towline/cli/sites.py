@@ -31,7 +31,7 @@ def sites(
 
     if bool(tls_cert) != bool(tls_key):
         raise UsageError("--tls-cert and --tls-key go together", code="access_tls")
-    listed = checked_sites(names)
+    runs, listed = list(dict.fromkeys(runs)), checked_sites(names)
     checked_door(home_url, listen)
     out.mkdir(parents=True, exist_ok=True)
     (out / "home.conf").write_text(home_config(listen, Tls(tls_cert, tls_key) if tls_cert else None))

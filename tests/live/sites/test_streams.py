@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from live.sites.pair import SITE, Pair, pair
+from live.sites.pair import SITE, Pair, pair, settings_of
 from support.waiting import until
 from towline.access.identity import bus_as
+from towline.access.init import prepare_bus
 from towline.bus.client import Bus
 from towline.bus.topology import CONTROL, LEASES, OUTCOME, POLICY, REPLICAS, TRAJECTORY, StreamSpec
 from towline.config import StoreSettings
@@ -43,6 +44,14 @@ async def pending(bus: Bus) -> tuple[int, int]:
     spec = bus.topology.lane_consumer(TRAIN, 1)
     info = await bus.jetstream.call("look", f"CONSUMER.INFO.{spec.stream}.{spec.durable}")
     return info["num_ack_pending"], info["num_pending"]
+
+
+async def test_init_makes_nothing_on_the_other_sides_server(tmp_path: Path, run_name: str) -> None:
+    async with pair(tmp_path, run_name) as fresh:
+        for bus, other in ((fresh.home, fresh.site), (fresh.site, fresh.home)):
+            with pytest.raises(UsageError, match=r"has JetStream domain '\w+', not '\w+': correct bus\.url or bus\.site"):
+                await prepare_bus(settings_of(run_name, bus.model_copy(update={"url": other.url})))
+        await fresh.prepare()
 
 
 async def test_init_can_be_repeated_on_both_sides_and_a_site_has_only_what_it_needs(two: Pair) -> None:

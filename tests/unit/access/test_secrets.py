@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from typer.testing import CliRunner
 
 from towline.access.credentials import bus_users
+from towline.access.tenants import write_tenant
 from towline.bus.login import login
+from towline.cli.main import app
 from towline.config import BusSettings, StoreSettings, load_settings
 from towline.errors import UsageError
 
@@ -85,6 +88,21 @@ def test_a_seed_that_is_none_is_one_line_that_names_the_file_and_never_its_text(
     path.unlink()
     bus_users(tmp_path, ["buffer"])
     assert login(BusSettings(keys_folder=str(tmp_path), role="buffer"))["nkeys_seed_str"] == path.read_text().strip()
+
+
+def test_a_signers_seed_that_is_none_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "operator.seed").write_text("garbage")
+    with pytest.raises(UsageError, match=r"operator\.seed: no nkey seed in it; bring back the right one"):
+        write_tenant(tmp_path, "towline", ["one"])
+
+
+def test_a_run_that_is_named_twice_counts_once(tmp_path: Path) -> None:
+    written = []
+    for names in (["one", "two"], ["one", "two", "one"]):
+        runs = [argument for name in names for argument in ("--run", name)]
+        assert CliRunner().invoke(app, ["access", "nats", *runs, "--out", str(tmp_path)]).exit_code == 0
+        written.append((tmp_path / "nats.conf").read_text())
+    assert written[0] == written[1]
 
 
 def test_a_token_file_that_holds_something_else_is_one_line(tmp_path: Path) -> None:

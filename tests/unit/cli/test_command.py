@@ -50,6 +50,7 @@ def towline(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         ),
         (("access", "sites", "--run", "r", "--site", "b", "--home-url", "foo", "--out", "k"), 2, "--home-url 'foo': give tls://"),
         (("access", "sites", "--run", "r", "--site", "b", "--home-url", "tls://h:x", "--out", "k"), 2, "give tls://HOST:PORT"),
+        (("access", "nats", "--run", "r", "--account", "X Y", "--out", "k"), 2, "account 'X Y': use 1 to 32"),
         (("access", "nats", "--run", "r", "--out", __file__), 2, "there is a file of that name; give a folder"),
         (("access", "nats", "--run", "r", "--out", "/dev/null/k"), 2, "no folder can be made there"),
         (("loadtest", str(DEMO), "--set", "load.workers=-3"), 2, "load.workers: Input should be greater"),
