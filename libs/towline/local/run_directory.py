@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from towline.bundle.manifest import MANIFEST
 from towline.config import Settings, load_settings
 from towline.errors import ConflictError, UsageError
 from towline.local.servers import NatsServer, S3Server
@@ -173,15 +174,27 @@ def find_run(target: str) -> tuple[RunDirectory, Settings]:
 
     `UsageError` where there is no such run.
     """
+    path = Path(target)
     if target.endswith(".toml") or "/" in target:
-        path = Path(target)
         if path.is_dir() and (path / "settings.toml").is_file():
             directory = RunDirectory(path.absolute())
             return directory, directory.load()
+        _refuse_folder(path)
         settings = load_settings(path)
         directory = directory_of(settings)
         return directory, directory.load() if directory.exists else settings
     directory = RunDirectory((Path("runs") / target).absolute())
     if not directory.exists:
+        _refuse_folder(path)
         raise UsageError(f"no run {target!r} in ./runs; give a run's name or its TOML file", code="run_missing")
     return directory, directory.load()
+
+
+def _refuse_folder(path: Path) -> None:
+    if (path / MANIFEST).is_file():
+        raise UsageError(
+            f"{path} is a bundle, which `towline trace`, `replay`, `ui` and `loadtest record` read; here give a run",
+            code="run_bundle",
+        )
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder, and no run's; give a run's name or its TOML file", code="run_missing")

@@ -71,6 +71,19 @@ def test_a_wrong_call_is_one_line_and_exit_2(tmp_path, arguments, code, says):
     assert "Traceback" not in done.stderr + done.stdout
 
 
+def test_a_folder_that_is_no_runs_is_called_what_it_is(tmp_path):
+    for name in ("bundle", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "bundle" / "manifest.json").write_text("{}")
+    for target in ("bundle", "./bundle"):
+        done = towline("audit", target, cwd=tmp_path)
+        assert (done.returncode, done.stderr.splitlines()[0].split(",")[0]) == (2, "run_bundle: bundle is a bundle")
+    done = towline("audit", "./other", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (
+        2, "run_missing: other is a folder, and no run's; give a run's name or its TOML file\n",
+    )  # fmt: skip
+
+
 def test_an_unknown_command_is_a_wrong_call(tmp_path):
     done = towline("frobnicate", cwd=tmp_path)
     assert done.returncode == 2
