@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from towline.errors import UsageError
-from towline.verifiers.tokenizer import LazyTokenizer, load_tokenizer
+from towline.verifiers.tokenizer import LazyTokenizer, load_tokenizer, one_line
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -27,7 +27,12 @@ class PlainTokenizer:
             from tokenizers import Tokenizer
         except ImportError:
             raise UsageError("the prompt source needs a tokenizer: pip install tokenizers", code="tokenizer") from None
-        self._tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
+        try:
+            self._tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
+        except Exception as error:  # `tokenizers` raises no narrower kind
+            raise UsageError(
+                f"the base model's tokenizer.json can't be read: {one_line(error)}; give the model's own", code="tokenizer"
+            ) from error
         self._template = _chat_template(files)
         self._special = _special_tokens(files)
 

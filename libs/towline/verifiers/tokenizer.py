@@ -48,6 +48,11 @@ class LazyTokenizer:
         return getattr(self.loaded, name)
 
 
+def one_line(error: Exception) -> str:
+    """What an error says first."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The folder's tokenizer; `UsageError` where it has none or nothing that reads it is installed.
 
@@ -58,7 +63,10 @@ def load_tokenizer(folder: Path) -> Any:
         with contextlib.suppress(ImportError):
             from tokenizers import Tokenizer as Plain
 
-            return Plain.from_file(str(path))
+            try:
+                return Plain.from_file(str(path))
+            except Exception as error:  # `tokenizers` raises no narrower kind
+                raise UsageError(f"{path} can't be read: {one_line(error)}; give the model's own", code="tokenizer") from error
     try:
         from transformers import AutoTokenizer
     except ImportError:
@@ -66,8 +74,7 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UsageError(f"{folder}: no tokenizer can be read there: {first}", code="tokenizer") from error
+        raise UsageError(f"{folder}: no tokenizer can be read there: {one_line(error)}", code="tokenizer") from error
 
 
 def stored_tokenizer(objects: ObjectStore, run: str) -> LazyTokenizer:
