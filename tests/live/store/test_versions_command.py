@@ -148,8 +148,13 @@ def test_an_export_comes_back_in_another_run(toml: str, run: Run, tmp_path: Path
     towline("export", toml, "4", "-o", str(single))
     with pytest.raises(ConflictError, match="new name"):
         towline("import", other, str(single))
-    with pytest.raises(UsageError, match="doesn't stand on"):
+    with pytest.raises(UsageError, match=r"the first version is the lesser one: 4\.\.6"):
         towline("export", toml, "6..4", "-o", str(tmp_path / "wrong"))
+    run.fork(4)
+    aside = run.commit()
+    with pytest.raises(UsageError, match=f"version {aside} doesn't stand on version 6"):
+        towline("export", toml, f"6..{aside}", "-o", str(tmp_path / "wrong"))
+    assert not (tmp_path / "wrong").exists()
 
 
 @pytest.mark.parametrize("victim", ["base/model.safetensors", "versions/00000005/part-00000.safetensors", "base/config.json"])
