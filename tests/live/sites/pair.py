@@ -175,7 +175,15 @@ def listens(port: int, host: str = HOST) -> bool:
         return probe.connect_ex((host, port)) == 0
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """Never the same one twice: the kernel may give a port again that nobody listens on yet."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            port = int(probe.getsockname()[1])
+        if port not in _given:
+            _given.add(port)
+            return port
