@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from towline.bus.connection import Connection
+from towline.bus.pages import paged_subjects
 from towline.bus.sites import domain_api
 from towline.bus.topology import ConsumerSpec
 from towline.bus.wire import NOT_FOUND, ApiError, answer
@@ -57,14 +58,8 @@ class Across:
         await self.call(f"STREAM.PURGE.{stream}", {"filter": subject})
 
     async def subjects(self, stream: str, pattern: str) -> set[str]:
-        """Those that match and have a message."""
-        found: set[str] = set()
-        while True:
-            info = await self.call(f"STREAM.INFO.{stream}", {"subjects_filter": pattern, "offset": len(found)})
-            page = (info or {}).get("state", {}).get("subjects") or {}
-            found.update(page)
-            if info is None or not page or len(found) >= info.get("total", 0):
-                return found
+        """Those that match and have a message; none where the stream isn't there."""
+        return await paged_subjects(lambda query: self.call(f"STREAM.INFO.{stream}", query), pattern)
 
     async def confirmed(self, stream: str, durable: str) -> int:
         """The stream's sequence up to which whoever reads by the consumer has said that it has all; 0 where it isn't there."""

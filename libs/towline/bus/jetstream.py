@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from towline.bus.connection import Connection
+from towline.bus.pages import paged_subjects
 from towline.bus.sites import kept, placed, stream_of, syncs
 from towline.bus.topology import BUCKET_BYTES, BUCKETS, STREAMS, BucketSpec, StreamSpec, Topology
 from towline.bus.wire import NO_STORAGE, NOT_FOUND, ApiError, Message, Unsettled, answer, own_headers, timestamp
@@ -146,19 +147,16 @@ class JetStream:
 
     async def subjects(self, stream: str, pattern: str) -> set[str]:
         """The subjects that match and have a message. `MissingError` where the stream doesn't exist."""
-        found: set[str] = set()
-        while True:
-            query = {"subjects_filter": pattern, "offset": len(found)}
+
+        async def ask(query: dict[str, Any]) -> dict[str, Any]:
             try:
-                info = await self.call(f"list {stream}", f"STREAM.INFO.{stream}", query)
+                return await self.call(f"list {stream}", f"STREAM.INFO.{stream}", query)
             except ApiError as error:
                 if error.code == NOT_FOUND:
                     raise MissingError(f"stream {stream} doesn't exist; is the run's name right, is a service running?") from None
                 raise error.translated(f"list {stream}") from None
-            page = info["state"].get("subjects") or {}
-            found.update(page)
-            if not page or len(found) >= info.get("total", 0):
-                return found
+
+        return await paged_subjects(ask, pattern)
 
     # A run's streams
 
