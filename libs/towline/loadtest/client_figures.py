@@ -14,8 +14,9 @@ that a client that was held up makes the gateway's figures worse, never better.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,6 +48,19 @@ class Call:
     @property
     def latency(self) -> float:
         return self.ended - self.meant
+
+    def piece(self, count: int, versions: Iterable[int], last: float) -> float:
+        """Note `count` tokens that come now; `last` is when the piece before did, and what this returns, the next one's."""
+        self.versions += [version for version in dict.fromkeys(versions) if version not in self.versions]
+        if not count:
+            return last
+        now = time.time()
+        if self.first:
+            self.gaps.append((round(now - last, 6), count))
+        else:
+            self.first = now
+        self.tokens += count
+        return now
 
 
 def tell(result: Result, name: str, calls: Sequence[Call], began: float, seconds: float) -> None:

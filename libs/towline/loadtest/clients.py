@@ -107,14 +107,7 @@ class Asker:
                 for choice in tree["choices"]:
                     parts.append(choice["delta"].get("content") or "")
                     count, versions = _tokens(choice)
-                    if count:
-                        now = time.time()
-                        if call.first:
-                            call.gaps.append((round(now - last, 6), count))
-                        else:
-                            call.first = now
-                        last, call.tokens = now, call.tokens + count
-                        call.versions += [version for version in versions if version not in call.versions]
+                    last = call.piece(count, versions, last)
             if not whole and call.outcome == OK:
                 call.outcome = "stream.cut"
             return "".join(parts)

@@ -38,14 +38,7 @@ class GrpcCaller:
         try:
             async for event in self._stub.StreamGenerate(request, timeout=self._timeout, metadata=self._metadata):
                 for sample in event.samples:
-                    if count := len(sample.tokens):
-                        at = time.time()
-                        if call.first:
-                            call.gaps.append((round(at - last, 6), count))
-                        else:
-                            call.first = at
-                        last, call.tokens = at, call.tokens + count
-                    call.versions += [span.version for span in sample.spans if span.version not in call.versions]
+                    last = call.piece(len(sample.tokens), (span.version for span in sample.spans), last)
         except grpc.aio.AioRpcError as error:
             call.outcome = _REFUSED.get(error.code(), f"grpc.{error.code().name}")
         call.ended = time.time()
