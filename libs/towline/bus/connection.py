@@ -169,6 +169,7 @@ class Connection:
         if self.connected and subscription.current is not None:
             with contextlib.suppress(nats.errors.Error, OSError):
                 await subscription.current.unsubscribe()
+        subscription.current = None  # it leads back here
 
     async def send(self, subject: str, data: bytes, *, reply: str = "", headers: dict[str, str] | None = None) -> None:
         """Hand a message to the connection; nobody says whether it arrived. `Unsettled` where there is no connection."""

@@ -91,7 +91,10 @@ class JetStream:
 
         result = await self.patiently(what, attempt)
         if isinstance(result, ApiError):
-            raise result
+            try:
+                raise result
+            finally:
+                del result  # its traceback has this frame: a cycle otherwise, for each "no such message"
         return result
 
     # Messages by their place

@@ -47,9 +47,9 @@ class CanaryWatch:
         if self._first:
             # Whoever joins takes the others' word for what they serve already.
             self._first = False
-            served = [acked[name] for name in self._seen.keys() - ours if name in acked and acked[name] in lineage.versions()]
+            served = [acked[name] for name in self._seen.keys() - ours if name in acked and acked[name] in lineage]
             self._cleared = max(served, key=lineage.effective_depth, default=NONE_YET)
-        proved = [acked[name] for name in ours if name in acked and acked[name] in lineage.versions()]
+        proved = [acked[name] for name in ours if name in acked and acked[name] in lineage]
         if not ours or len(proved) < len(ours):
             return
         common = min((lineage.common_ancestor(version) for version in proved), key=lineage.depth)

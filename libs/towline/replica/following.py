@@ -80,12 +80,11 @@ class Following:
 def lag(log: Log, version: int | None) -> dict[str, float | None]:
     """How far a replica of this version is behind the line's newest, in depths, and for how many seconds it has been."""
     lineage = log.lineage
-    path = lineage.path()
-    if version is None or not path:
+    if version is None or 0 not in lineage:
         return {"version_lag_depths": None, "version_lag_seconds": None}
     depth = lineage.effective_depth(version)
-    missing = next((number for number in path if lineage.depth(number) > depth), None)
+    missing = lineage.version_reaching(depth + 1)
     return {
-        "version_lag_depths": lineage.depth(path[-1]) - depth,
+        "version_lag_depths": lineage.depth(lineage.latest) - depth,
         "version_lag_seconds": 0.0 if missing is None else max(time.time() - log.entry(missing).at, 0.0),
     }

@@ -161,11 +161,11 @@ class CopyMaker:
 
     def _nearest(self, log: Log, version: int) -> CopyRecord | None:
         """The copy from which the fewest batches lead to the version."""
-        lineage, known = log.lineage, set(log.lineage.versions())
+        lineage = log.lineage
         ancestors = [
             copy
             for copy in self._host.record().copies
-            if copy.state == "good" and copy.version in known and lineage.is_ancestor(copy.version, version)
+            if copy.state == "good" and copy.version in lineage and lineage.is_ancestor(copy.version, version)
         ]
         return max(ancestors, key=lambda copy: lineage.depth(copy.version), default=None)
 
@@ -197,10 +197,9 @@ class CopyMaker:
         if handle is None:
             raise HostBusyError(f"{path}: other replicas of this host are still reading version {copy.version}", code="host_busy")
         try:
-            known = set(lineage.versions())
-            if not (copy.version in known and lineage.is_ancestor(copy.version, version)):
+            if not (copy.version in lineage and lineage.is_ancestor(copy.version, version)):
                 undo = copy.undo
-                if undo is None or undo.version not in known or not lineage.is_ancestor(undo.version, version):
+                if undo is None or undo.version not in lineage or not lineage.is_ancestor(undo.version, version):
                     return None
                 back = host.put_back(copy)
                 if back is None:

@@ -20,7 +20,7 @@ import structlog
 from towline import faults, spans
 from towline.bus.client import Bus
 from towline.config import Settings
-from towline.contract.entries import BaseEntry, LogEntry
+from towline.contract.entries import BaseEntry, LogEntry, VersionEntry
 from towline.contract.policy import Ack, Served
 from towline.engine.base import Activation, Engine
 from towline.errors import EngineError
@@ -107,7 +107,9 @@ class Replica:
         self._good: Copy | None = None
         """Of the version that is served."""
         self._history: deque[Served] = deque(maxlen=HISTORY)
-        self._verdicts: dict[int, asyncio.Future[bool]] = {}
+        self._proved: set[int] = set()
+        """Every version that was served here."""
+        self._proving: tuple[int, asyncio.Future[bool]] | None = None
         self._followed = False
         self._news = asyncio.Event()
 
@@ -146,8 +148,9 @@ class Replica:
     async def vouched(self, versions: Iterable[int]) -> bool:
         """Whether the engine proved each of these versions; waits while one is being proved."""
         for version in versions:
-            verdict = self._verdicts.get(version)
-            if verdict is None or not (verdict.result() if verdict.done() else await asyncio.shield(verdict)):
+            if self._proving is not None and self._proving[0] == version:
+                await asyncio.shield(self._proving[1])
+            if version not in self._proved:
                 return False
         return True
 
@@ -160,20 +163,19 @@ class Replica:
 
     def _on_entries(self, new: list[LogEntry]) -> None:
         if self._followed:
-            known = set(self.lineage.versions())
             for entry in new:
-                if entry.number in known:
+                if isinstance(entry, BaseEntry | VersionEntry):
                     self._holds.know(entry.number, time.monotonic())
-        elif path := self.lineage.path():
+        elif 0 in self.lineage:
             self._followed = True
-            self._holds.know(path[-1], time.monotonic())
+            self._holds.know(self.lineage.latest, time.monotonic())
         self._news.set()
         self.on_news()
 
     def _wanted(self) -> int | None:
         self._news.clear()
         now, lineage, subscription = time.monotonic(), self.lineage, self._subscription
-        if self._canaries is not None and lineage.path() and not self._canaries.is_canary(self.name, now):
+        if self._canaries is not None and 0 in lineage and not self._canaries.is_canary(self.name, now):
             subscription = Subscription(cleared=self._canaries.cleared(lineage, now))
         return choose(
             lineage, self.version, is_open=lambda version: self._holds.open(lineage, version, now), refused=self.figures.failed,
@@ -223,7 +225,7 @@ class Replica:
                     code="replica_failed",
                 )
             return
-        why = failed.get(pinned) or ("it is quarantined" if pinned in self.lineage.versions() else "it isn't in the LOG")
+        why = failed.get(pinned) or ("it is quarantined" if pinned in self.lineage else "it isn't in the LOG")
         if self.version is not None:
             self.version = None
             self._go("following")
@@ -269,7 +271,7 @@ class Replica:
         copy, before = taken.copy, self._good
         mode: Mode = self._mode if self.version is not None else "initial"
         changed = await self._preparer.changed(taken, before, self._engine.version)
-        self._verdicts[copy.version] = asyncio.get_running_loop().create_future()
+        self._proving = copy.version, asyncio.get_running_loop().create_future()
         try:
             with spans.child("engine.activate", "client"):
                 activation = await self._write(copy, changed)
@@ -330,7 +332,7 @@ class Replica:
     async def _advertise(self, taken: Taken, activation: Activation, proof: Proof, mode: Mode) -> None:
         """The engine serves the version: say so, and acknowledge it."""
         copy, figures, now = taken.copy, self.figures, time.time()
-        self._verdicts[copy.version].set_result(True)
+        self._judged(copy.version, good=True)
         self._holds.serve(copy.version, time.monotonic())
         self.version = copy.version
         figures.activations += 1
@@ -368,8 +370,13 @@ class Replica:
     def _fail(self, version: int, why: str) -> None:
         _log.error("version_failed", version=version, reason=why)
         self.figures.failed[version] = why
-        if (verdict := self._verdicts.get(version)) is not None and not verdict.done():
-            verdict.set_result(False)
+        self._judged(version, good=False)
+
+    def _judged(self, version: int, *, good: bool) -> None:
+        (self._proved.add if good else self._proved.discard)(version)
+        if self._proving is not None and self._proving[0] == version:
+            self._proving[1].set_result(good)
+            self._proving = None
 
     def _back(self, tried: int | None = None) -> None:
         """To what was served before; by way of `failed` where the version that was tried did."""

@@ -89,17 +89,16 @@ def choose(
     """
     if subscription.pinned is not None:
         pinned = subscription.pinned
-        good = pinned in lineage.versions() and not lineage.quarantined(pinned) and pinned not in refused
+        good = pinned in lineage and not lineage.quarantined(pinned) and pinned not in refused
         return pinned if good else None
-    later = lineage.path()
-    if serving is not None:
+    if serving is None:
+        later = lineage.path()
+    else:
         on_line = lineage.on_line(serving)
         if on_line and is_open(serving):
             return serving
         least = lineage.depth(lineage.common_ancestor(serving))
-        later = [
-            version for version in later if lineage.depth(version) > least or (not on_line and lineage.depth(version) == least)
-        ]
+        later = lineage.line_from(least + 1 if on_line else least)
         if on_line and subscription.behind and len(later) <= subscription.behind:
             return serving
     if subscription.cleared is not None:
@@ -114,8 +113,7 @@ def choose(
 def _up_to(lineage: Lineage, later: list[int], cleared: int, serving: int | None) -> list[int]:
     """Those of `later` that canaries have cleared. A replica whose version has left the line goes back to the line's start
     whatever they say, and one that serves nothing begins with the oldest version rather than wait."""
-    known = cleared in lineage.versions()
-    depth = lineage.depth(lineage.common_ancestor(cleared)) if known else -1
+    depth = lineage.depth(lineage.common_ancestor(cleared)) if cleared in lineage else -1
     found = [version for version in later if lineage.depth(version) <= depth]
     if not found and (serving is None or not lineage.on_line(serving)):
         return later[:1]

@@ -83,7 +83,7 @@ def pin(objects: ObjectStore, log: Log, record: Pin, rules: Rules, *, now: float
     `MissingError` where it can't be read any more, or where its grace is over, so that a collector may be deleting it.
     """
     now = store_time(objects, log.run) if now is None else now
-    if record.version not in log.lineage.versions():
+    if record.version not in log.lineage:
         raise UsageError(f"version {record.version}: there is none; see `towline versions list`", code="version_missing")
     won = claims.create_pin(objects, log.run, record)
     things = needs(log, take_stock(objects, log), record.version)

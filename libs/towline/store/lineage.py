@@ -109,6 +109,10 @@ class Lineage:
                 raise MissingError("the LOG has no entry 0 yet; the trainer writes it", code="log_empty")
             return line[-1][1]
 
+    def __contains__(self, version: object) -> bool:
+        """Whether a version has this number; what costs the same however long the LOG is."""
+        return version in self._versions
+
     def versions(self) -> list[int]:
         """Every version's number in order, entry 0 and those off the line included."""
         with self._lock:
@@ -135,6 +139,12 @@ class Lineage:
         """The line: entry 0 first, `latest` last; empty while the LOG is."""
         with self._lock:
             return [version for _, version in self._current_line()]
+
+    def line_from(self, depth: int) -> list[int]:
+        """The line's versions of at least this depth, in order; costs what is found, not how long the line is."""
+        with self._lock:
+            line = self._current_line()
+            return [version for _, version in line[bisect_left(line, (depth, 0)) :]]
 
     def on_line(self, version: int) -> bool:
         """Whether it is `latest` or an ancestor of it."""

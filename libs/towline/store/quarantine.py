@@ -23,7 +23,7 @@ def quarantine(log: Log, version: int, reason: str) -> QuarantineEntry | None:
     write_id = new_write_id()
 
     def build(log: Log) -> LogEntry:
-        if version not in log.lineage.versions():
+        if version not in log.lineage:
             raise UsageError(f"version {version}: there is none; see `towline versions list`", code="version_missing")
         if version == 0:
             raise UsageError("version 0 is the base model and can't be quarantined; start another run", code="version_base")

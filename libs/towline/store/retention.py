@@ -203,14 +203,14 @@ def _keep_all(keeping: _Keeping, log: Log, stock: Stock, rules: Rules, now: floa
             _keep_checkpoint(keeping, version, name, f"one of the {rules.checkpoints} newest checkpoints")
     for standing in stock.pins:
         version, reason = standing.pin.version, f"pinned: {standing.pin.name}"
-        if version not in lineage.versions():
+        if version not in lineage:
             continue
         keeping.read(version, reason)
         name = _checkpoint(log, version)
         if name in keeping.checkpoints:
             _keep_checkpoint(keeping, version, name, reason)
     for hold in stock.holds:
-        if hold.until > now and hold.version in lineage.versions():
+        if hold.until > now and hold.version in lineage:
             reason = f"held by {hold.reader} until {hold.until:.0f}"
             keeping.read(hold.version, reason)
             if lineage.on_line(hold.version):

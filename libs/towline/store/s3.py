@@ -10,6 +10,7 @@ import io
 import os
 import random
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -223,7 +224,11 @@ class S3Store:
         fault = self._fault(key, error)
         passing = isinstance(fault, UnavailableError) and not isinstance(fault, FullError) and fault.code != "object_replaced"
         if not passing or time.monotonic() + backoff > deadline:
-            raise fault from error
+            traceback.clear_frames(error.__traceback__)  # the SDK's frame has the error, as this one has the fault: cycles, which
+            try:  # the collector alone would find, of some 60 objects for each look at a LOG without a new entry
+                raise fault from error
+            finally:
+                del fault, error
         time.sleep(backoff)
 
     def _fault(self, key: str, error: Exception) -> TowlineError:

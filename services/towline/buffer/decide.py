@@ -20,7 +20,7 @@ from towline.store.lineage import Lineage
 
 def decide(view: View) -> list[Unit]:
     """The next units, in order; empty when there is nothing to do until something happens or time passes."""
-    if not view.lineage.path():
+    if 0 not in view.lineage:
         return []  # no entry 0 yet: nothing could serve a task
     return fork(view) or _go_on(view)
 

@@ -9,6 +9,7 @@ import msgspec
 
 from towline.buffer.groups import Batch, Group
 from towline.buffer.state import State
+from towline.buffer.totals import Totals
 from towline.contract.codec import SCHEMA, decode, encode
 from towline.contract.control import EndRecord
 from towline.contract.task import Cursor, Task
@@ -48,12 +49,14 @@ class Dump(msgspec.Struct, frozen=True, kw_only=True):
     closed_external: tuple[int, ...] = ()
     turned_away: dict[str, int] = {}
     requeued: dict[int, int] = {}
+    final: Totals = msgspec.field(default_factory=Totals)
+    final_sequence: int = 0
 
 
 _PLAIN = (
     "control_sequence", "outcome_sequence", "writer", "next_group", "cursor", "epoch", "fork_depth", "fork_sequence",
     "next_depth", "admitted", "evaluated", "newest_eval", "ended",
-    "floor_depth", "resampled", "unjudged", "scored_samples", "scored_tokens", "mixed_samples",
+    "floor_depth", "final_sequence", "resampled", "unjudged", "scored_samples", "scored_tokens", "mixed_samples",
 )  # fmt: skip
 _decoder = msgspec.msgpack.Decoder(Dump)
 
@@ -73,6 +76,7 @@ def dump(state: State) -> Dump:
         requeued=dict(sorted(state.requeued.items())),
         groups=tuple(state.groups[number] for number in sorted(state.groups)),
         batches=tuple(state.batches[depth] for depth in sorted(state.batches)),
+        final=state.final.copy(),
     )
 
 
@@ -90,7 +94,12 @@ def load(facts: Dump) -> State:
                 state.note_offer(offer, index)
     state.refused, state.turned_away, state.requeued = dict(facts.refused), dict(facts.turned_away), dict(facts.requeued)
     state.closed_external = dict.fromkeys(facts.closed_external)
-    state.batches = {batch.for_depth: batch for batch in facts.batches}
+    state.final = facts.final.copy()
+    for batch in facts.batches:
+        if batch.for_depth < facts.floor_depth:  # a snapshot of an older release, which kept them one by one
+            state.finish(batch)
+        else:
+            state.batches[batch.for_depth] = batch
     for group in facts.groups:
         state.groups[group.number] = group
         if group.batch is None:

@@ -28,14 +28,13 @@ def to_issue(view: View) -> list[int]:
         return []
     wanted = wanted_groups(view)
     found = []
-    for version in reversed(lineage.path()):
-        if version < state.newest_eval:
-            break
-        if version in state.evals or state.eval_groups.get(version, 0) >= wanted:
+    newest = state.newest_eval
+    for version in lineage.line_from(lineage.effective_depth(newest) if newest in lineage else 0):
+        if version < newest or version in state.evals or state.eval_groups.get(version, 0) >= wanted:
             continue
         if is_eval_version(lineage, version, rules.eval_every, rules.steps):
             found.append(version)
-    return found[::-1]
+    return found
 
 
 def issue(view: View) -> list[Unit]:

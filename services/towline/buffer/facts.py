@@ -6,6 +6,7 @@ The count of `late` outcomes isn't one: a replay finds other outcomes late than 
 from __future__ import annotations
 
 from towline.buffer.groups import Batch, Group
+from towline.buffer.totals import Totals
 from towline.contract.control import EndRecord
 from towline.contract.task import Cursor, Task
 
@@ -24,10 +25,14 @@ class Facts:
         self.fork_depth = 0
         self.fork_sequence = 0
         self.floor_depth = 0
-        """Batches below it are final, and their groups forgotten."""
+        """Batches below it are final: they and their groups are forgotten, but for the two facts that follow."""
+        self.final = Totals()
+        """Sums over the final batches."""
+        self.final_sequence = 0
+        """CONTROL sequence of the last of them; 0 before the first."""
         self.groups: dict[int, Group] = {}
         self.batches: dict[int, Batch] = {}
-        """for_depth -> the batch that stands for it."""
+        """for_depth -> the batch that stands for it, from `floor_depth` on."""
         self.next_depth = 0
         """The depth that the next batch is for: batches follow each other, from the fork's depth on."""
         self.requeue: dict[int, Task] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from itertools import islice
 from typing import Any
@@ -11,6 +10,7 @@ from towline.buffer.evaluations import to_issue
 from towline.buffer.external import UNPACED
 from towline.buffer.fleet import Fleet
 from towline.buffer.state import State
+from towline.buffer.totals import Totals
 from towline.buffer.view import View
 from towline.contract.task import SESSION
 from towline.store.lineage import Lineage
@@ -23,8 +23,9 @@ CLAIM_SECONDS = 15.0
 
 def figures(state: State, lineage: Lineage, steps: int) -> dict[str, Any]:
     """What docs/design/002-interfaces.md lists, and a few more."""
-    depth = lineage.depth(lineage.latest) if lineage.path() else 0
-    trained = sum(batch.samples for at, batch in state.batches.items() if at < depth)
+    depth = lineage.depth(lineage.latest) if 0 in lineage else 0
+    trained = state.final.samples + sum(batch.samples for at, batch in state.batches.items() if at < depth)
+    totals = state.totals()
     dropped = dict(sorted(state.dropped.items()))
     on_line = [
         [version, at, mean]
@@ -47,23 +48,22 @@ def figures(state: State, lineage: Lineage, steps: int) -> dict[str, Any]:
         "unpaced": state.turned_away.get(UNPACED, 0),
         "turned_away": dict(sorted(state.turned_away.items())),
         "offered_groups": len(state.offers),
-        "staleness": staleness(state),
-        "staleness_counts": {str(depths): samples for depths, samples in sorted(staleness_counts(state).items())},
-        "over_stale": over_stale(state),
+        "staleness": staleness(totals.staleness),
+        "staleness_counts": {str(depths): samples for depths, samples in sorted(totals.staleness.items())},
+        "over_stale": {"samples": totals.over_samples, "tokens": totals.over_tokens, "max": totals.over_most},
         "requeue": len(state.requeue),
         "requeued_on_request": len(state.requeued),
         "resampled": state.resampled,
         "mixed_version_share": state.mixed_samples / state.scored_samples if state.scored_samples else 0.0,
-        **length_bias(state),
+        **length_bias(state, totals),
         "reward_first": on_line[0][2] if on_line else None,
         "reward_last": on_line[-1][2] if on_line else None,
         "evals": [[version, at, mean] for version, (at, mean) in sorted(state.evals.items())],
     }
 
 
-def staleness(state: State) -> Mapping[str, float]:
-    """Over the standing batches' samples within the bound, in depths: mean, 99th percentile (nearest rank) and greatest."""
-    counts = staleness_counts(state)
+def staleness(counts: Mapping[int, int]) -> Mapping[str, float]:
+    """Of samples within the bound, counted by their staleness in depths: mean, 99th percentile (nearest rank) and greatest."""
     total = sum(counts.values())
     if not total:
         return {"mean": 0.0, "p99": 0, "max": 0}
@@ -76,37 +76,15 @@ def staleness(state: State) -> Mapping[str, float]:
     return {"mean": sum(age * n for age, n in counts.items()) / total, "p99": p99, "max": max(counts)}
 
 
-def staleness_counts(state: State) -> Counter[int]:
-    """Staleness in depths -> how many samples of the standing batches have it."""
-    counts: Counter[int] = Counter()
-    for batch in state.batches.values():
-        counts.update(batch.staleness)
-    return counts
-
-
-def over_stale(state: State) -> Mapping[str, int]:
-    """The standing batches' samples that hold tokens over the bound (over_stale = mask_stale_tokens or keep), those tokens, and
-    the greatest staleness among them in depths."""
-    batches = state.batches.values()
-    return {
-        "samples": sum(batch.over_samples for batch in batches),
-        "tokens": sum(batch.over_tokens for batch in batches),
-        "max": max((batch.over_most for batch in batches), default=0),
-    }
-
-
-def length_bias(state: State) -> dict[str, float | None]:
+def length_bias(state: State, totals: Totals) -> dict[str, float | None]:
     """Mean policy tokens of the samples in standing batches and of all that were scored; their ratio is 1 where what is
     trained is as long as what the policy writes. A policy that drops long samples shows here."""
-    samples = sum(batch.samples for batch in state.batches.values())
-    all_tokens = sum(batch.tokens + batch.over_sample_tokens for batch in state.batches.values())
-    trained = all_tokens / samples if samples else None
-    tokens = sum(batch.tokens for batch in state.batches.values())
+    trained = (totals.tokens + totals.over_sample_tokens) / totals.samples if totals.samples else None
     scored = state.scored_tokens / state.scored_samples if state.scored_samples else None
     return {
         "tokens_trained_mean": trained,
         "tokens_scored_mean": scored,
-        "staleness_token_mean": sum(b.token_staleness for b in state.batches.values()) / tokens if tokens else 0.0,
+        "staleness_token_mean": totals.token_staleness / totals.tokens if totals.tokens else 0.0,
         "length_bias": trained / scored if trained is not None and scored else None,
     }
 

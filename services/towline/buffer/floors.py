@@ -47,9 +47,8 @@ def floors(state: State, *, covers: int, outcome_cursor: int, reward_floor: int 
     """
     control = covers + 1
     trajectory = (reward_floor or 0) + 1
-    last_final = state.batches.get(state.floor_depth - 1)
-    if last_final is not None:
-        control = min(control, last_final.sequence)
+    if state.final_sequence:
+        control = min(control, state.final_sequence)
     for group in state.groups.values():
         control = min(control, group.admitted_sequence)
     for group in (*state.groups.values(), *state.offers.values()):

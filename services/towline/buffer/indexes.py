@@ -11,6 +11,9 @@ import math
 from towline.buffer.facts import Facts
 from towline.buffer.groups import Group, Sample
 
+_MOST_LEFT_DEADLINES = 256
+"""Of groups that have left, beside as many as are open."""
+
 
 class Indexes(Facts):
     """Facts that are looked up by what has to be decided about them."""
@@ -40,6 +43,7 @@ class Indexes(Facts):
         self.whole_offers: dict[int, None] = {}
         """Offers with every score."""
         self.deadlines: list[tuple[float, int]] = []
+        """A heap; groups that have left stay in it for a while (`_forget_deadlines`)."""
 
     def doom(self, group: Group, sample: Sample, reason: str) -> None:
         """No score can save the group: it must be dropped as `reason`."""
@@ -92,6 +96,7 @@ class Indexes(Facts):
         """The group isn't open any more: out of every index."""
         number = group.number
         self.open_train.pop(number, None)
+        self._forget_deadlines()
         self.complete.pop(number, None)
         self.flat.pop(number, None)
         self.doomed.pop(number, None)
@@ -121,6 +126,16 @@ class Indexes(Facts):
         for number in found:  # they stay listed until they are dropped
             heapq.heappush(self.deadlines, (self.groups[number].deadline, number))
         return list(found)
+
+    def _forget_deadlines(self) -> None:
+        """Of groups that have left, once most are: a deadline may be a long time away."""
+        if len(self.deadlines) > _MOST_LEFT_DEADLINES:
+            live = sum(map(len, self.open_eval.values())) + len(self.open_train)
+            if len(self.deadlines) > _MOST_LEFT_DEADLINES + 2 * live:
+                numbers = (*self.open_train, *(number for numbers in self.open_eval.values() for number in numbers))
+                groups = [self.groups[number] for number in numbers if self.groups[number].deadline < math.inf]
+                self.deadlines = [(group.deadline, group.number) for group in groups]
+                heapq.heapify(self.deadlines)
 
     # offers
 

@@ -253,7 +253,7 @@ class Leader:
     # deciding
 
     async def _view(self) -> View | None:
-        if not self.lineage.path():
+        if 0 not in self.lineage:
             self._tell("no_base_model: the LOG has no entry 0; the trainer writes it")
             return None
         if self._run is None:
@@ -357,7 +357,7 @@ class Leader:
 
 def _batch_cursor(log: Log) -> int:
     """CONTROL sequence of the last batch that the line has consumed; 0 before the first."""
-    entry = log.entry(log.lineage.latest) if log.lineage.path() else None
+    entry = log.entry(log.lineage.latest) if 0 in log.lineage else None
     return entry.batch_cursor if isinstance(entry, VersionEntry) else 0
 
 

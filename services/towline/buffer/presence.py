@@ -41,10 +41,10 @@ class Listener:
                 self.twice[replica.replica] = (site, last)
             homes[replica.replica] = (last, before) if site == last else (site, last)
         self._homes = homes  # a name whose entry has expired is free again, and may be taken elsewhere
-        for site, last in self._heard.items():
-            if site in slots or last is None:
+        for site, heard in self._heard.items():
+            if site in slots or heard is None:
                 self._heard[site] = now
         return Presence(
             slots,
-            frozenset(site for site, last in self._heard.items() if last is not None and now - last > self._silent_seconds),
+            frozenset(site for site, heard in self._heard.items() if heard is not None and now - heard > self._silent_seconds),
         )

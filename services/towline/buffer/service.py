@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from towline.buffer.figures import HANGING, figures, staleness_counts
+from towline.buffer.figures import HANGING, figures
 from towline.buffer.leader import Leader
 from towline.buffer.queues import Queues
 from towline.bus.client import Bus
@@ -35,7 +35,7 @@ class BufferService(Service):
         self._queues = Queues(bus, self.metrics)
         self.metrics.show_histogram(
             "trained_sample_staleness_depths", "Staleness of the standing batches' samples, in depths",
-            lambda: staleness_counts(self._leader.state), STALENESS_BUCKETS,
+            lambda: self._leader.state.totals().staleness, STALENESS_BUCKETS,
         )  # fmt: skip
 
     async def run(self) -> None:

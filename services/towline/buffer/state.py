@@ -13,10 +13,9 @@ from __future__ import annotations
 import heapq
 import math
 
-from msgspec.structs import replace
-
 from towline.buffer.groups import Batch, Group, Sample
 from towline.buffer.outcomes import VERIFY_FAILED, Outcomes
+from towline.buffer.totals import Totals
 from towline.contract.control import (
     AdmitRecord,
     BatchRecord,
@@ -150,7 +149,7 @@ class State(Outcomes):
 
     def _batch(self, record: BatchRecord, sequence: int) -> None:
         depth = record.for_depth
-        if record.epoch != self.epoch or depth in self.batches:
+        if record.epoch != self.epoch or depth in self.batches or depth < self.floor_depth:
             raise InvariantError(
                 f"batch {record.epoch}/{depth}, at {sequence}, stands already or is of another epoch", code="twice"
             )
@@ -257,16 +256,28 @@ class State(Outcomes):
                     self.stranded.pop((number, index), None)
 
     def _release(self, depth: int) -> None:
-        """Batches below `depth` are final: of their groups only the batch's figures are kept."""
+        """Batches below `depth` are final: only their sums are kept."""
         for below in range(self.floor_depth, min(depth, self.next_depth)):
-            batch = self.batches.get(below)
+            batch = self.batches.pop(below, None)
             if batch is not None:
                 for number in batch.groups:
                     self.groups.pop(number, None)
                     if is_external(number):
                         self.closed_external[number] = None
-                self.batches[below] = replace(batch, groups=())
+                self.finish(batch)
         self.floor_depth = max(self.floor_depth, min(depth, self.next_depth))
+
+    def finish(self, batch: Batch) -> None:
+        """It's final: count it among those."""
+        self.final.add(batch)
+        self.final_sequence = max(self.final_sequence, batch.sequence)
+
+    def totals(self) -> Totals:
+        """Sums over all batches that stand."""
+        found = self.final.copy()
+        for batch in self.batches.values():
+            found.add(batch)
+        return found
 
     def waiting_groups(self, depth: int) -> int:
         """Train groups that are admitted and not yet consumed in a lineage of this depth: open, or in a batch at or above it."""

@@ -98,7 +98,7 @@ class Fleet:
 
     def applied(self) -> int | None:
         """The newest version, by depth on the line, that is served."""
-        served = [version for version in self.versions() if version in set(self.lineage.versions())]
+        served = [version for version in self.versions() if version in self.lineage]
         return max(served, key=lambda version: (self.lineage.on_line(version), self.lineage.depth(version)), default=None)
 
     async def wait(self, seconds: float) -> None:

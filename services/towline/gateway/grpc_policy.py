@@ -38,7 +38,7 @@ class Policy(PolicyServiceServicer):
 
     def _status(self) -> pb.PolicyStatus:
         lineage, found = self._fleet.lineage, pb.PolicyStatus(run=self._run, applied=self._fleet.applied())
-        if lineage.versions():
+        if 0 in lineage:
             found.latest_version, found.latest_depth = lineage.latest, lineage.depth(lineage.latest)
         for version, replicas in self._fleet.versions().items():
             try:

@@ -163,7 +163,7 @@ class GatewayService(Service):
     async def _tell(self) -> None:
         """Load the model once it's there, and say whether requests can be served."""
         while True:
-            if self._model is None and self._fleet.lineage.versions():
+            if self._model is None and 0 in self._fleet.lineage:
                 with contextlib.suppress(UnavailableError, MissingError):
                     model = await asyncio.to_thread(load_model, self.objects, self._fleet.log)
                     with contextlib.suppress(UsageError):  # read now: the first request shouldn't wait for it

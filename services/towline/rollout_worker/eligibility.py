@@ -25,6 +25,6 @@ def stale(lineage: Lineage, version_start: int, max_staleness: int) -> bool:
 
 
 def _is_ahead(lineage: Lineage, version: int, wanted: int) -> bool:
-    if wanted not in lineage.versions():
+    if wanted not in lineage:
         return True
     return lineage.on_line(wanted) and (not lineage.on_line(version) or lineage.depth(version) < lineage.depth(wanted))

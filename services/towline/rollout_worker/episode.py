@@ -115,7 +115,8 @@ class Episode:
             self._on_news()
 
     async def close(self) -> None:
-        """Let the environment go."""
+        """Let the environment go, and whoever listens."""
+        self._on_news = _nobody  # whoever listens has this episode
         if isinstance(self._environment, Closing):
             try:
                 async with asyncio.timeout(CLOSE_SECONDS):
@@ -253,3 +254,7 @@ class Episode:
         except Exception as error:
             name = getattr(call, "__qualname__", "a method")
             raise EnvironmentFailed(f"{name} of environment {self._task.environment}: {type(error).__name__}: {error}") from error
+
+
+def _nobody() -> None:
+    """Listens no more."""

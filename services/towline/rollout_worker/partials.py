@@ -92,7 +92,8 @@ class Partials:
 
     def unknown(self) -> bool:
         """Whether it names a version that this worker's view of the LOG doesn't hold yet."""
-        return self.found is not None and not _versions(self.found) <= set(self._origin.replica.lineage.versions())
+        lineage = self._origin.replica.lineage
+        return self.found is not None and any(version not in lineage for version in _versions(self.found))
 
     def usable(self, max_staleness: int, *, keep_off_line: bool, keep_stale: bool = False) -> Partial | None:
         """What can be gone on from by the LOG as it is now; what can't is forgotten. `keep_stale`: the buffer takes tokens over

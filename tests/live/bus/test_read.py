@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 
 import pytest
 
+from support.garbage import left_for_the_collector
 from support.proxy import proxied
 from support.waiting import until
 from towline.bus.client import Bus, Message
@@ -156,3 +158,16 @@ async def test_readers_leave_no_consumer_behind(bus: Bus) -> None:
         await anext(messages)
     info = await bus.jetstream.call("look", f"STREAM.INFO.{bus.topology.stream(TRAJECTORY)}")
     assert info["state"]["consumer_count"] == 0
+
+
+async def test_readers_and_looks_leave_nothing_for_the_collector(bus: Bus) -> None:
+    """A registry is read every second, and the last message of a subject is asked for all the time."""
+    await _fill(bus, range(20))
+    assert await bus.last(TRAJECTORY, bus.topology.trajectory(0, 0)) is not None
+    with left_for_the_collector() as left:
+        for _ in range(20):
+            assert await bus.last(TRAJECTORY, bus.topology.trajectory(77, 0)) is None
+            with contextlib.suppress(MissingError):
+                await bus.get(TRAJECTORY, 5000)
+            assert len([message async for message in bus.read(TRAJECTORY, follow=False)]) == 20
+    assert len(left) < 20, Counter(left)

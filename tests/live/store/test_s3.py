@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
 
+from support.garbage import left_for_the_collector
 from towline.config import StoreSettings
-from towline.errors import FullError, TowlineError, UnavailableError, UsageError
+from towline.errors import FullError, MissingError, TowlineError, UnavailableError, UsageError
 from towline.store.log import Log
 from towline.store.objects import ObjectStore, open_store, settle
 
@@ -222,3 +224,13 @@ def test_keys_and_endpoint_come_from_the_usual_variables(s3_settings: StoreSetti
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_settings.access_key)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_settings.secret_key.get_secret_value())
     open_store(StoreSettings(url=s3_settings.url)).check()
+
+
+def test_looking_for_what_is_not_there_leaves_nothing_for_the_collector(s3_settings: StoreSettings, run_name: str) -> None:
+    """A LOG is looked at twice a second by each of its readers, mostly in vain."""
+    store = open_store(s3_settings)
+    with left_for_the_collector() as left:
+        for _ in range(20):
+            with pytest.raises(MissingError):
+                store.get(f"{run_name}/nothing")
+    assert len(left) < 20, Counter(left)

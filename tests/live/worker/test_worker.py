@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import numpy as np
 
 from live.worker.conftest import Start
 from live.worker.world import World
+from support.garbage import left_for_the_collector
 from support.waiting import until
 from towline.bus.topology import DEAD
 from towline.contract.task import SamplingParams
@@ -35,6 +37,19 @@ async def test_trajectories_hold_exactly_what_the_served_version_sampled(world: 
         assert (trajectory.engine, trajectory.replica, trajectory.reference) == ("torch", "w", {"answer": "42"})
         assert trajectory.finish == ("stop" if tokens[-1] == 11 else "length")
     await until(lambda: _all_acked(world))
+
+
+async def test_a_finished_sample_leaves_nothing_for_the_collector(world: World, start: Start) -> None:
+    world.seed()
+    await start()
+    await world.task(0)
+    await until(lambda: _count(world, 1))
+    with left_for_the_collector() as left:
+        for group in range(1, 21):
+            await world.task(group)
+        await until(lambda: _count(world, 21))
+        await until(lambda: _all_acked(world))
+    assert Counter(left)["Attempt"] == Counter(left)["Episode"] == 0, Counter(left)
 
 
 async def test_a_sample_that_runs_across_an_activation_says_which_tokens_are_whose(world: World, start: Start) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
-from towline.buffer.dump import decode_state, dump, encode_state
+from towline.buffer.dump import decode_state, dump, encode_state, load
 from towline.buffer.floors import final_depth, floors
+from towline.buffer.totals import Totals
 from towline.contract.control import BatchRecord, SnapshotRecord, TaskRecord
 from towline.errors import InvariantError
 from unit.buffer.world import World, started
@@ -65,11 +67,13 @@ def test_without_a_checkpoint_everything_trained_stays() -> None:
 def test_a_state_forgets_the_groups_of_final_batches_and_keeps_the_figures() -> None:
     world = started(steps=20, groups_per_batch=2)
     trained(world, 8)
-    before, staleness = len(world.state.groups), [b.staleness for b in world.state.batches.values()]
+    before, totals = len(world.state.groups), world.state.totals()
+    assert totals.samples == 8 * 4
     release(world, 6)
     assert before - len(world.state.groups) == 6 * 2
-    assert [batch.staleness for batch in world.state.batches.values()] == staleness
-    assert [batch.samples for batch in world.state.batches.values()] == [4] * 8
+    assert world.state.totals() == totals
+    assert world.state.final.batches == 6
+    assert list(world.state.batches) == [6, 7]
     assert dump(world.rebuilt()) == dump(world.state)
     assert dump(decode_state(encode_state(world.state))) == dump(world.state)
     trained(world, 1)
@@ -101,6 +105,31 @@ def test_a_fork_above_the_floor_goes_on() -> None:
     release(world, 2)
     world.open(base=world.lineage.version_at_depth(2))
     world.settle()
-    assert world.state.batches.keys() >= {0, 1, 2}
+    assert world.state.batches.keys() >= {2}
     assert world.state.batches[2].epoch == world.state.epoch
     assert dump(world.rebuilt()) == dump(world.state)
+
+
+def test_a_snapshot_of_a_release_that_kept_final_batches_one_by_one_says_the_same() -> None:
+    world = started(steps=20, groups_per_batch=2)
+    trained(world, 8)
+    older = tuple(replace(batch, groups=()) if depth < 6 else batch for depth, batch in sorted(world.state.batches.items()))
+    release(world, 6)
+    facts = dump(world.state)
+    assert dump(load(replace(facts, batches=older, final=Totals(), final_sequence=0))) == facts
+
+
+def test_what_a_state_holds_does_not_grow_with_the_run() -> None:
+    """The groups' deadlines never come here, and nothing of a group may stay until they do."""
+    world = started(steps=300, groups_per_batch=2)
+    sizes = []
+    for depth in range(10, 300, 10):
+        trained(world, 10)
+        release(world, depth)
+        sizes.append(len(encode_state(world.state)))
+    assert max(sizes[5:]) < 1.05 * min(sizes[5:])
+    assert world.state.admitted > 1000
+    assert len(world.state.deadlines) < 300
+    assert len(world.state.batches) <= 10
+    assert len(world.state.by_version) < 30
+    assert set(world.state.overdue(now=1e12)) == set(world.open_groups())

@@ -76,7 +76,7 @@ class World:
         assert epoch is not None
         head = self.lineage.epoch_head(epoch)
         depth = self.lineage.depth(head) + batches
-        assert all(self.state.batches[d].epoch <= epoch for d in range(depth - batches, depth))
+        assert all(self.state.batches[d].epoch <= epoch for d in range(max(depth - batches, self.state.floor_depth), depth))
         return self.entry(
             VersionEntry(number=number, prev="p", write_id=f"w{number}", at=0.0, epoch=epoch, base=head, base_digest="d",
                          depth=depth, skipped=(), representation="delta", codec="xor", folder="f", manifest_digest="m",
