@@ -126,7 +126,10 @@ def _read_manifest(objects: ObjectStore, run: str, name: str) -> _Manifest:
     return manifest
 
 
-def newest_on(log: Log) -> list[tuple[int, str]]:
-    """(version, checkpoint) of the line's versions that name one, the newest first."""
-    entries = ((version, log.entry(version)) for version in reversed(log.lineage.path()))
-    return [(v, e.checkpoint) for v, e in entries if isinstance(e, VersionEntry) and e.checkpoint is not None]
+def newest_on(log: Log) -> Iterator[tuple[int, str]]:
+    """(version, checkpoint) of the line's versions that name one, the newest first. Each step back decodes an entry: whoever
+    needs the newest few takes no more."""
+    for version in reversed(log.lineage.path()):
+        entry = log.entry(version)
+        if isinstance(entry, VersionEntry) and entry.checkpoint is not None:
+            yield version, entry.checkpoint

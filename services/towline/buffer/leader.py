@@ -12,6 +12,7 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator
+from itertools import islice
 from typing import Any, NoReturn
 
 import structlog
@@ -23,7 +24,7 @@ from towline.buffer.dump import encode_state
 from towline.buffer.far import FarKeeper
 from towline.buffer.figures import waiting_for
 from towline.buffer.fleet import Fleet
-from towline.buffer.floors import final_depth
+from towline.buffer.floors import RETAINED_CHECKPOINTS, final_depth
 from towline.buffer.janitor import Janitor
 from towline.buffer.leftovers import Leftovers
 from towline.buffer.prompting import load_run
@@ -297,7 +298,8 @@ class Leader:
         floor_depth: int | UnsetType = UNSET
         if not self._settings.buffer.keep_history:
             lineage = self._log.lineage
-            floor_depth = final_depth([lineage.depth(version) for version, _ in newest_on(self._log)])
+            retained = islice(newest_on(self._log), RETAINED_CHECKPOINTS)
+            floor_depth = final_depth([lineage.depth(version) for version, _ in retained])
         faults.point("buffer.snapshot_due")
         try:
             blob = await asyncio.to_thread(self._blobs.put, data)

@@ -77,9 +77,9 @@ def test_only_checkpoints_on_the_line_count_newest_first(objects: ObjectStore, r
     log = Log(objects, run_name)
     for build in (logs.base(), logs.opened(), logs.version(checkpoint="a"), logs.version(), logs.version(checkpoint="b")):
         log.append(build)
-    assert checkpoints.newest_on(log) == [(4, "b"), (2, "a")]
+    assert list(checkpoints.newest_on(log)) == [(4, "b"), (2, "a")]
     log.append(logs.opened(base=3))
     log.append(logs.version(checkpoint="c"))
-    assert checkpoints.newest_on(log) == [(6, "c"), (2, "a")]
+    assert list(checkpoints.newest_on(log)) == [(6, "c"), (2, "a")]
     log.append(logs.quarantine(6))
-    assert checkpoints.newest_on(log) == [(2, "a")]
+    assert list(checkpoints.newest_on(log)) == [(2, "a")]
