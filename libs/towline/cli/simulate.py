@@ -14,29 +14,37 @@ from towline.errors import TowlineError, UsageError
 
 Toml = Annotated[Path, typer.Argument(metavar="RUN_OR_SCENARIO.toml", help="A run's TOML file, or a load test's.")]
 
+SURE = {"within": "surely within", "off": "surely off", "unsure": "noise may decide"}
+
 
 def simulate(
     toml: Toml,
     settings: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the simulation's own draws.")] = 0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of lengths and failures; else run.seed.")] = None,
     until: Annotated[
         float | None, typer.Option(min=0, callback=finite, help="Simulated seconds; else to the run's last step.")
     ] = None,
     calibrate: Annotated[
         Path | None, typer.Option(metavar="RESULT", help="Take the hops' times from a load test's result.")
     ] = None,
-    against: Annotated[Path | None, typer.Option(metavar="RESULT", help="Compare with a load test's result.")] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="RESULT", help="Compare with a load test's result, or with those of a folder."),
+    ] = None,
     within: Annotated[float, typer.Option(min=0, callback=finite, help="With --against: how far off a figure may be.")] = 0.1,
+    seeds: Annotated[int, typer.Option(min=5, help="With --against of one result: simulations that tell the noise.")] = 16,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the result as a JSON file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Simulate hours of a run in seconds: any number of workers, links, failures; the same file as the run's.
 
     Lengths and speeds are the synthetic engine's (rollout.arguments), or a recorded run's (load.lengths_from); hops' times are
-    the table `simulate`.
+    the table `simulate`, or a result's (--calibrate; else that of --against, where the file has no such table). With --against
+    exit status 1 where a figure is off by more than --within; its margin says how sure that is.
     """
     try:
-        from towline.simulate.outcome import calibrated, check
+        from towline.simulate.comparison import against as compared
+        from towline.simulate.outcome import calibrated
         from towline.simulate.outcome import simulate as run
     except ModuleNotFoundError as error:
         if error.name != "simpy":
@@ -44,22 +52,30 @@ def simulate(
         raise UsageError("towline simulate needs simpy: pip install 'towline[simulate]'", code="simpy_missing") from None
     from towline.cli.recording import scenario_of
     from towline.cli.runs import _overrides
-    from towline.loadtest.result import read_result
+    from towline.loadtest.result import read_result, read_results
     from towline.loadtest.text import rows
 
     with tempfile.TemporaryDirectory(prefix="towline-simulate-") as scratch:
         scenario = scenario_of(toml, _overrides(settings or []), Path(scratch))
-        if calibrate is not None:
-            model = calibrated(read_result(calibrate)).model_copy(update={"links": scenario.simulate.links})
-            scenario = scenario.model_copy(update={"simulate": model})
-        result = run(scenario, seed=seed, until=until)
+        measured = read_results(against) if against is not None else []
+        source = read_result(calibrate) if calibrate is not None else None
+        if source is None and measured and not scenario.simulate.model_fields_set:
+            source = measured[0]
+        if source is not None:
+            scenario = scenario.model_copy(update={"simulate": calibrated(source, scenario.simulate)})
+        if measured and (seed is not None or until is not None):
+            raise UsageError("--against takes seed and length from the result; leave --seed and --until out", code="against")
+        checks, (result, *_) = compared(scenario, measured, seeds) if measured else ([], [run(scenario, seed=seed, until=until)])
     if output is not None:
         result.write(output)
-    checks = check(result.metrics, read_result(against).metrics) if against is not None else []
     if as_json:
         print(
             json.dumps(
-                {"metrics": result.metrics, "checks": [[one.metric, one.simulated, one.measured, one.off] for one in checks]}
+                {
+                    "metrics": result.metrics,
+                    "checks": [[one.metric, one.simulated, one.measured, one.off] for one in checks],
+                    "margins": {one.metric: one.margin for one in checks},
+                }
             )
         )
     else:
@@ -68,6 +84,14 @@ def simulate(
         print(f"{scenario.load.workers:,} workers, {simulated} in {result.metrics['wall_seconds']:.1f} s")
         print("\n".join(f"  {label:<46} {number:,.4g}" for label, number in rows([result])))
         for one in checks:
-            print(f"  {one.metric:<34} simulated {one.simulated:<10.4g} measured {one.measured:<10.4g} off by {one.off:.1%}")
+            print(
+                f"  {one.metric:<34} simulated {one.simulated:<10.4g} measured {one.measured:<10.4g} "
+                f"off by {one.off:.1%} +- {one.margin:.1%}: {SURE[one.verdict(within)]}"
+            )
     if worst := [one for one in checks if one.off > within]:
-        raise TowlineError(f"{', '.join(one.metric for one in worst)}: off by more than {within:.0%}", code="simulation_off")
+        sure = (
+            "" if any(one.verdict(within) == "off" for one in worst) else ", which may be noise: give several results (--repeat)"
+        )
+        raise TowlineError(
+            f"{', '.join(one.metric for one in worst)}: off by more than {within:.0%}{sure}", code="simulation_off"
+        )

@@ -1,4 +1,8 @@
-"""How long a sample takes and how many tokens it has, drawn as the synthetic engine and the synthetic agent draw them."""
+"""How long a sample takes and how many tokens it has, drawn as the synthetic engine and the synthetic agent draw them.
+
+Those of a run follow from its seed: group 7 of the simulation has the lengths that group 7 of a load test with that `run.seed`
+has, so that the two can be compared without the noise of different draws. Not so a recording's, which the run's name decides.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import xxhash
+
+from towline.contract.task import TRAIN
 from towline.engine.recording import Recording, read_recording
 from towline.loadtest.scenario import Scenario
+from towline.loadtest.task import VOCABULARY
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +40,7 @@ class Lengths:
     most: int
     turns: float
     tool_seconds: float
+    tool_tokens: int
     tokens_per_second: float
     """Of one sequence; 0: no limit."""
     total_tokens_per_second: float
@@ -39,10 +48,11 @@ class Lengths:
     recording: Recording | None = None
     """Its groups are drawn whole, instead of all the above but `most` and the total speed."""
 
-    def group(self, size: int, chance: random.Random) -> list[Drawn]:
-        """The samples of a group."""
+    def group(self, number: int, size: int, seed: int) -> list[Drawn]:
+        """The samples of the run's group of this number."""
         if self.recording is None:
-            return [Drawn(*self._draw(chance), self.tokens_per_second) for _ in range(size)]
+            return [Drawn(*self._draw(_task_seed(seed, number, sample)), self.tokens_per_second) for sample in range(size)]
+        chance = random.Random(f"recorded/{seed}/{number}")
         group = self.recording.group_of(chance)
         samples = [self.recording.groups[group][place] for place in self.recording.places(group, size, chance)]
         return [
@@ -56,17 +66,26 @@ class Lengths:
         speed = min([one for one in speeds if one], default=math.inf)
         return drawn.tokens / speed + drawn.tool_seconds
 
-    def _draw(self, chance: random.Random) -> tuple[int, float]:
-        tokens, tools = self._turn(chance), 0.0
-        while self.turns and tokens < self.most and chance.random() >= 1 / self.turns:
-            tools += chance.lognormvariate(math.log(self.tool_seconds) - 0.5, 1.0) if self.tool_seconds else 0.0
-            tokens += self._turn(chance)
-        return min(tokens, self.most), tools
+    def _draw(self, seed: int) -> tuple[int, float]:
+        """Policy tokens and the tools' seconds of the task with this seed."""
+        agent, turn, seconds = random.Random(f"agent/{seed}"), 1, 0.0
+        tokens = self._turn(seed, 0)
+        while self.turns and tokens < self.most and agent.random() >= 1 / self.turns:
+            seconds += agent.lognormvariate(math.log(self.tool_seconds) - 0.5, 1.0) if self.tool_seconds else 0.0
+            for _ in range(self.tool_tokens):
+                agent.randrange(1, VOCABULARY)
+            tokens, turn = tokens + self._turn(seed, turn), turn + 1
+        return min(tokens, self.most), seconds
 
-    def _turn(self, chance: random.Random) -> int:
-        if self.lengths:
-            return chance.choice(self.lengths)
-        return max(1, round(chance.lognormvariate(math.log(self.mean) - self.sigma**2 / 2, self.sigma)))
+    def _turn(self, seed: int, number: int) -> int:
+        chance = random.Random(f"{seed}/{number}")
+        drawn = chance.lognormvariate(math.log(self.mean) - self.sigma**2 / 2, self.sigma)
+        return max(1, chance.choice(self.lengths) if self.lengths else round(drawn))
+
+
+def _task_seed(seed: int, group: int, sample: int) -> int:
+    """The buffer's, of a sample of lane train."""
+    return xxhash.xxh3_64_intdigest(f"{seed}/{TRAIN}/{group}/{sample}".encode()) >> 1
 
 
 def lengths_of(scenario: Scenario, lengths: Sequence[int] = ()) -> Lengths:
@@ -82,6 +101,7 @@ def lengths_of(scenario: Scenario, lengths: Sequence[int] = ()) -> Lengths:
         most=scenario.settings.sampling.max_tokens,
         turns=load.agent_turns,
         tool_seconds=load.tool_seconds,
+        tool_tokens=load.tool_tokens,
         tokens_per_second=float(arguments.get("tokens_per_second", 0.0)),
         total_tokens_per_second=float(arguments.get("total_tokens_per_second", 0.0)),
         failure_rate=float(arguments.get("failure_rate", 0.0)) + failed,

@@ -32,6 +32,8 @@ class Group:
     left: int
     least_depth: int = UNKNOWN
     """Among its scored samples."""
+    depths: list[int] = field(default_factory=list)
+    """Of each scored sample's oldest tokens."""
     tokens: int = 0
     dropped: bool = False
     running: dict[simpy.Process, Sample] = field(default_factory=dict)
@@ -68,15 +70,16 @@ class Seen:
     batches: list[tuple[float, int, int]] = field(default_factory=list)
     """(time, rows, policy tokens)"""
     staleness: list[int] = field(default_factory=list)
-    """Of each row, by its own group's oldest sample."""
+    """Of each row, by its own oldest tokens."""
     age_seconds: list[float] = field(default_factory=list)
+    """Of each row: since its oldest version's entry."""
     samples: list[tuple[float, int]] = field(default_factory=list)
     """(scored at, tokens)"""
     trained_lengths: list[int] = field(default_factory=list)
     admitted: list[float] = field(default_factory=list)
     dropped_stale: int = 0
     steps: list[tuple[float, float]] = field(default_factory=list)
-    """(began, ended), the snapshot included."""
+    """(began, ended) of each step and of each snapshot."""
     spread: list[float] = field(default_factory=list)
     """Seconds from a version's entry to each worker's serving it."""
     spread_all: list[float] = field(default_factory=list)
@@ -86,12 +89,12 @@ class Seen:
 
 
 class Pipeline:
-    """`run()` to the run's last step, or to `until` seconds."""
+    """`run()` to the run's last step, or to `until` seconds. `seed` is that of the run, in place of `run.seed`."""
 
     def __init__(self, scenario: Scenario, *, seed: int = 0, lengths: Lengths | None = None) -> None:
         settings, self.load, self.model = scenario.settings, scenario.load, scenario.simulate
         self.env, self.seen = simpy.Environment(), Seen()
-        self._chance = random.Random(f"simulate/{seed}")
+        self._seed, self._chance = seed, random.Random(f"simulate/{seed}")
         self._lengths = lengths or lengths_of(scenario)
         buffer = settings.buffer
         self._group_size, self._per_batch, self._bound = buffer.group_size, buffer.groups_per_batch, buffer.max_staleness
@@ -146,7 +149,7 @@ class Pipeline:
             not_before = max(0, self.depth + waiting // self._insert - self._bound)
             group = self._open[self._number] = Group(self._number, self._group_size)
             self._number += 1
-            for drawn in self._lengths.group(self._group_size, self._chance):
+            for drawn in self._lengths.group(group.number, self._group_size, self._seed):
                 self.seen.admitted.append(self.env.now)
                 self._tasks.append(Sample(group, drawn, not_before))
         self.seen.most_open = max(self.seen.most_open, len(self._open) + self._batched)
@@ -187,8 +190,8 @@ class Pipeline:
             for group in taken:
                 del self._complete[group.number], self._open[group.number]
                 del self._by_depth[group.least_depth][group.number]
-                self.seen.staleness += [self._formed - group.least_depth] * self._group_size
-                self.seen.age_seconds.append(now - self._committed_at[group.least_depth])
+                self.seen.staleness += [self._formed - depth for depth in group.depths]
+                self.seen.age_seconds += [now - self._committed_at[depth] for depth in group.depths]
                 self.seen.trained_lengths.append(group.tokens)
             self._batched += len(taken)
             self._formed += 1
@@ -252,6 +255,7 @@ class Pipeline:
             return
         group.left -= 1
         group.tokens += sample.drawn.tokens
+        group.depths.append(least)
         if least < group.least_depth:
             self._by_depth.get(group.least_depth, {}).pop(group.number, None)
             group.least_depth = least
@@ -264,46 +268,57 @@ class Pipeline:
     # The trainer and the publisher
 
     def _train(self) -> Process:
-        env, model, load = self.env, self.model, self.load.trainer
-        publishing: simpy.Process | None = None
+        """Steps as their rows are there. A version is taken from between two steps, as soon as the last one stands."""
+        env, model = self.env, self.model
+        staging: simpy.Process | None = None
+        staged = 0
         down_at = self._next_failure()
-        while self._trained < self._steps:
-            while not self._batches:
-                yield self._batch_formed
-            formed_at, batch = self._batches.popleft()
-            # Rows are fetched one batch ahead of the step.
-            yield env.timeout(max(formed_at + model.batch_seconds - env.now, 0.0))
-            if env.now >= down_at:
-                yield env.timeout(model.trainer_start_seconds)
-                down_at = self._next_failure()
-            began, sigma = env.now, load.step_sigma
-            factor = math.exp(self._chance.gauss(-(sigma**2) / 2, sigma)) if sigma else 1.0
-            yield env.timeout(load.step_seconds * factor + load.seconds_per_token * sum(group.tokens for group in batch))
-            self._trained += 1
-            self.seen.steps.append((began, env.now))
-            if publishing is None or not publishing.is_alive:
+        while True:
+            in_flight = staging is not None and staging.is_alive
+            if not in_flight and staged < self._trained:
+                began, staged = env.now, self._trained
                 yield env.timeout(model.snapshot_seconds)
-                publishing = env.process(self._publish())
-            if self._sync:
-                yield publishing
-        if publishing is not None and publishing.is_alive:
-            yield publishing
+                self.seen.steps.append((began, env.now))
+                staging = env.process(self._publish(staged))
+                continue
+            if self._trained == self._steps and not in_flight:
+                return
+            waits: list[simpy.Event] = [staging] if staging is not None and in_flight else []
+            if self._trained < self._steps and not (self._sync and in_flight):
+                # Rows are fetched one batch ahead of the step.
+                if not self._batches:
+                    waits.append(self._batch_formed)
+                elif (seconds := self._batches[0][0] + model.batch_seconds - env.now) > 0:
+                    waits.append(env.timeout(seconds))
+                else:
+                    if env.now >= down_at:
+                        yield env.timeout(model.trainer_start_seconds)
+                        down_at = self._next_failure()
+                    yield from self._step(self._batches.popleft()[1])
+                    continue
+            yield env.any_of(waits)
+
+    def _step(self, batch: list[Group]) -> Process:
+        load, sigma = self.load.trainer, self.load.trainer.step_sigma
+        began = self.env.now
+        factor = math.exp(self._chance.gauss(-(sigma**2) / 2, sigma)) if sigma else 1.0
+        yield self.env.timeout(load.step_seconds * factor + load.seconds_per_token * sum(group.tokens for group in batch))
+        self._trained += 1
+        self.seen.steps.append((began, self.env.now))
 
     def _next_failure(self) -> float:
         mtbf = self.model.trainer_mtbf_seconds
         return self.env.now + self._chance.expovariate(1 / mtbf) if mtbf else math.inf
 
-    def _publish(self) -> Process:
-        """Encode, upload, verify, commit; steps that finished meanwhile are the next version."""
-        while self.depth < self._trained:
-            depth = self._trained
-            yield self.env.timeout(self.model.publish_seconds)
-            self._batched -= (depth - self.depth) * self._per_batch
-            self._committed_at += [self.env.now] * (depth - self.depth)
-            self.depth = depth
-            self.seen.commits.append((self.env.now, depth))
-            self.env.process(self._spread(depth))
-            self._form()
+    def _publish(self, depth: int) -> Process:
+        """Encode, upload, verify, commit what was trained up to this depth, and let buffer and fleet know."""
+        yield self.env.timeout(self.model.publish_seconds)
+        self._batched -= (depth - self.depth) * self._per_batch
+        self._committed_at += [self.env.now] * (depth - self.depth)
+        self.depth = depth
+        self.seen.commits.append((self.env.now, depth))
+        self.env.process(self._spread(depth))
+        self._form()
 
     def _spread(self, depth: int) -> Process:
         began = self.env.now

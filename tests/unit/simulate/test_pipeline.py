@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from towline.loadtest.result import Result
 from towline.loadtest.scenario import Scenario, load_scenario
-from towline.simulate.outcome import check, simulate
+from towline.simulate.outcome import simulate
 from towline.simulate.pipeline import Pipeline, Seen
 
 ZERO = {
@@ -73,6 +74,44 @@ def test_synchronous_mode_is_generation_training_and_publishing_one_after_the_ot
     assert result.metrics["staleness.max"] == 0
 
 
+def test_a_row_is_as_stale_as_its_own_oldest_tokens_not_its_groups(tmp_path: Path) -> None:
+    """One slot, samples of 1 s, batches of one group of two: a batch's first sample begins when the batch before it is formed, a
+    quarter of a second too early for its version, which the second sample has. So rows are 1 and 0, and the mean is a half."""
+    one = scenario(
+        tmp_path,
+        **{"buffer.groups_per_batch": 1, "load.workers": 1, "load.trainer.step_seconds": 0.25, "load.warm_up_seconds": 0},
+    )  # fmt: skip
+    seen = Pipeline(one).run()
+    assert seen.staleness == [0, 0, *[1, 0] * 39]
+    # The second sample began 1 s before its batch, 0.75 s after its version; the first one's version is a batch (2 s) older.
+    assert seen.age_seconds[2:4] == pytest.approx([4.0, 1.75])
+    assert seen.age_seconds[4:] == pytest.approx([3.75, 1.75] * 38)
+
+
+def test_a_version_is_taken_between_two_steps_alone(tmp_path: Path) -> None:
+    """Steps of 1 s without a pause and 2.5 s a version: it's committed in the third step, and the next is taken after that: three
+    steps are in each."""
+    one = scenario(tmp_path, **{"simulate.publish_seconds": 2.5, "load.workers": 64, "buffer.max_staleness": 12})
+    commits = Pipeline(one).run().commits
+    assert [depth for _, depth in commits[:5]] == [1, 4, 7, 10, 13]
+    assert [later - sooner for (sooner, _), (later, _) in pairwise(commits[:5])] == pytest.approx([3.0] * 4)
+
+
+def test_a_trainer_that_waits_takes_the_version_that_is_due(tmp_path: Path) -> None:
+    """Two batches at once, then none until their versions stand: steps of 1 s, 1.5 s a version. The first is committed at 3.5 s,
+    and the second, a step later, is then taken without waiting for a batch."""
+    one = scenario(tmp_path, **{"simulate.publish_seconds": 1.5, "load.workers": 12})
+    commits = Pipeline(one).run().commits
+    assert commits[:2] == [(pytest.approx(3.5), 1), (pytest.approx(5.0), 2)]
+
+
+def test_a_snapshot_isnt_idle_time(tmp_path: Path) -> None:
+    one = scenario(tmp_path, **{"buffer.max_staleness": 0, "simulate.snapshot_seconds": 0.5, "simulate.publish_seconds": 0.5})
+    result = simulate(one)
+    assert result.metrics["batches_per_second"] == pytest.approx(1 / 3, rel=0.02)
+    assert result.metrics["trainer_idle_share"] == pytest.approx(1.5 / 3, abs=0.01)
+
+
 def test_a_reward_service_at_its_limit_sets_the_pace(tmp_path: Path) -> None:
     one = scenario(tmp_path, **{"simulate.scores_per_second": 2.0, "load.workers": 64, "buffer.max_staleness": 4})
     assert simulate(one).metrics["trained_samples_per_second"] == pytest.approx(2.0, rel=0.02)
@@ -131,12 +170,6 @@ def test_the_same_seed_is_the_same_run_and_another_isnt(tmp_path: Path) -> None:
     one = scenario(tmp_path, **{"rollout.arguments": {"mean_tokens": 100, "sigma": 1.0, "tokens_per_second": 100}})
     first, again, other = (Pipeline(one, seed=seed).run().commits for seed in (1, 1, 2))
     assert first == again != other
-
-
-def test_a_check_is_relative_but_for_shares(tmp_path: Path) -> None:
-    found = {one.metric: one.off for one in check({"batches_per_second": 0.9, "trainer_idle_share": 0.3}, {
-        "batches_per_second": 1.0, "trainer_idle_share": 0.25})}  # fmt: skip
-    assert found == {"batches_per_second": pytest.approx(0.1), "trainer_idle_share": pytest.approx(0.05)}
 
 
 def test_a_result_is_a_load_tests_in_kind(tmp_path: Path) -> None:
