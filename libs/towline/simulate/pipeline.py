@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +57,7 @@ class Host:
     life: int = 0
     """Counted at each death: slots of an earlier life aren't given out."""
     up: bool = True
+    preparing: bool = False
     running: dict[simpy.Process, tuple[Sample, int]] = field(default_factory=dict)
     """With the depth that it began on."""
 
@@ -83,6 +84,7 @@ class Seen:
     spread: list[float] = field(default_factory=list)
     """Seconds from a version's entry to each worker's serving it."""
     spread_all: list[float] = field(default_factory=list)
+    """Until the whole fleet has served it, of versions that it did."""
     made_again: int = 0
     """Samples that failed, became useless or died with their worker."""
     most_open: int = 0
@@ -116,6 +118,8 @@ class Pipeline:
         self._idle: deque[tuple[Host, int]] = deque()
         self._batches: deque[tuple[float, list[Group]]] = deque()
         self._batch_formed = self.env.event()
+        self._serving: Counter[int] = Counter()
+        """Depth -> hosts that have served its version."""
         self._reward_free_at = self._store_free_at = 0.0
         self._hosts = self._made_hosts()
 
@@ -317,31 +321,45 @@ class Pipeline:
         self._committed_at += [self.env.now] * (depth - self.depth)
         self.depth = depth
         self.seen.commits.append((self.env.now, depth))
-        self.env.process(self._spread(depth))
+        for host in self._hosts:
+            self.env.process(self._hear(host))
         self._form()
 
-    def _spread(self, depth: int) -> Process:
-        began = self.env.now
-        yield self.env.all_of([self.env.process(self._fetch(host, depth, began)) for host in self._hosts])
-        self.seen.spread_all.append(self.env.now - began)
-
-    def _fetch(self, host: Host, depth: int, began: float) -> Process:
-        """The hint, the entry, the manifest and parts: turns over the link, and bytes through link and store."""
-        env, model, link = self.env, self.model, host.link
-        yield env.timeout(link.round_trip_seconds)
+    def _hear(self, host: Host) -> Process:
+        """The hint of a new version: samples that are useless now are given up, and a host that prepares none begins to."""
+        yield self.env.timeout(host.link.round_trip_seconds)
         for process, (_, least) in list(host.running.items()):
-            if least != UNKNOWN and self.depth - least > self._bound:  # useless now: the worker gives it up
+            if least != UNKNOWN and self.depth - least > self._bound:
                 process.interrupt(STALE)
-        seconds = model.wire_bytes / link.bytes_per_second if link.bytes_per_second else 0.0
-        if model.store_bytes_per_second:
-            self._store_free_at = max(self._store_free_at, env.now) + model.wire_bytes / model.store_bytes_per_second
-            seconds = max(seconds, self._store_free_at - env.now)
-        yield env.timeout(2 * link.round_trip_seconds + seconds + model.prepare_seconds + model.pause_seconds)
-        if depth > host.depth and host.up:
-            host.depth = depth
-            self.seen.spread.append(env.now - began)
-            changed, host.changed = host.changed, env.event()
-            changed.succeed()
+        if not host.preparing:
+            host.preparing = True
+            yield from self._follow(host)
+            host.preparing = False
+
+    def _follow(self, host: Host) -> Process:
+        """One version after the other, always the newest: what is superseded meanwhile is never served here. Of each the entry,
+        the manifest and the parts: turns over the link, and bytes through link and store."""
+        env, model, link = self.env, self.model, host.link
+        while host.up and host.depth < self.depth:
+            depth, life = self.depth, host.life
+            seconds = model.wire_bytes / link.bytes_per_second if link.bytes_per_second else 0.0
+            if model.store_bytes_per_second:
+                self._store_free_at = max(self._store_free_at, env.now) + model.wire_bytes / model.store_bytes_per_second
+                seconds = max(seconds, self._store_free_at - env.now)
+            yield env.timeout(2 * link.round_trip_seconds + seconds + model.prepare_seconds + model.pause_seconds)
+            if host.life == life and depth > host.depth:
+                host.depth = depth
+                self._serves(depth)
+                changed, host.changed = host.changed, env.event()
+                changed.succeed()
+
+    def _serves(self, depth: int) -> None:
+        """One more host serves the version."""
+        seconds = self.env.now - self._committed_at[depth]
+        self.seen.spread.append(seconds)
+        self._serving[depth] += 1
+        if self._serving[depth] == len(self._hosts):
+            self.seen.spread_all.append(seconds)
 
     def _failing(self, host: Host) -> Process:
         """Spot machines. What one had in hand is delivered to others when the ack wait has passed."""

@@ -102,7 +102,8 @@ def test_a_trainer_that_waits_takes_the_version_that_is_due(tmp_path: Path) -> N
     and the second, a step later, is then taken without waiting for a batch."""
     one = scenario(tmp_path, **{"simulate.publish_seconds": 1.5, "load.workers": 12})
     commits = Pipeline(one).run().commits
-    assert commits[:2] == [(pytest.approx(3.5), 1), (pytest.approx(5.0), 2)]
+    assert [depth for _, depth in commits[:2]] == [1, 2]
+    assert [at for at, _ in commits[:2]] == pytest.approx([3.5, 5.0])
 
 
 def test_a_snapshot_isnt_idle_time(tmp_path: Path) -> None:
@@ -137,6 +138,18 @@ def test_a_far_site_pays_its_round_trips_and_its_link(tmp_path: Path) -> None:
     seen = Pipeline(one).run(until=40.0)
     assert sorted(seen.spread)[:3] == [0.0] * 3
     assert sorted(seen.spread)[3:6] == pytest.approx([0.6 + 2.0] * 3)
+
+
+def test_a_host_prepares_one_version_at_a_time_and_goes_on_with_the_newest(tmp_path: Path) -> None:
+    """A version each second, 2.3 s a preparation: each is followed by that of the newest there is, two versions on."""
+    one = scenario(
+        tmp_path, **{"simulate.prepare_seconds": 2.3, "load.workers": 64, "buffer.max_staleness": 12, "run.steps": 12}
+    )  # fmt: skip
+    seen = Pipeline(one).run()
+    # Versions are there at 2, 3, 4 s, …; preparations end at 4.3, 6.6, 8.9 and 11.2 s.
+    assert [at for at, _ in seen.commits[:3]] == pytest.approx([2.0, 3.0, 4.0])
+    assert seen.spread[::64] == pytest.approx([4.3 - 2, 6.6 - 4, 8.9 - 6, 11.2 - 8])
+    assert seen.spread_all == pytest.approx(seen.spread[::64])
 
 
 def test_whatever_fails_no_step_is_lost_and_the_bound_holds(tmp_path: Path) -> None:
