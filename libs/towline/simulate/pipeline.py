@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,13 +81,22 @@ class Seen:
     dropped_stale: int = 0
     steps: list[tuple[float, float]] = field(default_factory=list)
     """(began, ended) of each step and of each snapshot."""
-    spread: list[float] = field(default_factory=list)
-    """Seconds from a version's entry to each worker's serving it."""
-    spread_all: list[float] = field(default_factory=list)
-    """Until the whole fleet has served it, of versions that it did."""
+    served: dict[int, list[float]] = field(default_factory=dict)
+    """Depth -> seconds from its version's entry to each worker's serving it, in order."""
     made_again: int = 0
     """Samples that failed, became useless or died with their worker."""
     most_open: int = 0
+
+    @property
+    def spread(self) -> list[float]:
+        """Seconds from a version's entry to each worker's serving it."""
+        return [seconds for values in self.served.values() for seconds in values]
+
+    @property
+    def spread_all(self) -> list[float]:
+        """Until the last worker served it: of the versions that as many served as ever served one."""
+        full = max(map(len, self.served.values()), default=0)
+        return [values[-1] for values in self.served.values() if len(values) == full]
 
 
 class Pipeline:
@@ -118,8 +127,6 @@ class Pipeline:
         self._idle: deque[tuple[Host, int]] = deque()
         self._batches: deque[tuple[float, list[Group]]] = deque()
         self._batch_formed = self.env.event()
-        self._serving: Counter[int] = Counter()
-        """Depth -> hosts that have served its version."""
         self._reward_free_at = self._store_free_at = 0.0
         self._hosts = self._made_hosts()
 
@@ -349,17 +356,9 @@ class Pipeline:
             yield env.timeout(2 * link.round_trip_seconds + seconds + model.prepare_seconds + model.pause_seconds)
             if host.life == life and depth > host.depth:
                 host.depth = depth
-                self._serves(depth)
+                self.seen.served.setdefault(depth, []).append(env.now - self._committed_at[depth])
                 changed, host.changed = host.changed, env.event()
                 changed.succeed()
-
-    def _serves(self, depth: int) -> None:
-        """One more host serves the version."""
-        seconds = self.env.now - self._committed_at[depth]
-        self.seen.spread.append(seconds)
-        self._serving[depth] += 1
-        if self._serving[depth] == len(self._hosts):
-            self.seen.spread_all.append(seconds)
 
     def _failing(self, host: Host) -> Process:
         """Spot machines. What one had in hand is delivered to others when the ack wait has passed."""
