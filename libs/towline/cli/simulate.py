@@ -89,9 +89,8 @@ def simulate(
                 f"off by {one.off:.1%} +- {one.margin:.1%}: {SURE[one.verdict(within)]}"
             )
     if worst := [one for one in checks if one.off > within]:
-        sure = (
-            "" if any(one.verdict(within) == "off" for one in worst) else ", which may be noise: give several results (--repeat)"
-        )
+        noise = all(one.verdict(within) == "unsure" for one in worst)
+        sure = ", which may be noise: compare with several results" if noise else ""
         raise TowlineError(
             f"{', '.join(one.metric for one in worst)}: off by more than {within:.0%}{sure}", code="simulation_off"
         )
