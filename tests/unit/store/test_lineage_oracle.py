@@ -87,7 +87,7 @@ def test_every_answer_is_the_oracles_after_every_entry(entries: list[LogEntry], 
             continue  # answers are cached: leave some states unasked
         oracle = Oracle(entries[:count])
         versions, path = oracle.versions(), oracle.path()
-        assert lineage.versions() == versions
+        assert lineage.versions() == versions == [number for number in range(count + 2) if number in lineage]
         assert lineage.newest_epoch == oracle.newest_epoch()
         assert (lineage.latest, lineage.path()) == (oracle.latest(), path)
         for v in versions:
@@ -107,3 +107,4 @@ def test_every_answer_is_the_oracles_after_every_entry(entries: list[LogEntry], 
             past = [v for v in path if oracle.depth(v) >= depth]
             assert lineage.version_at_depth(depth) == (exact[0] if exact else None)
             assert lineage.version_reaching(depth) == (past[0] if past else None)
+            assert lineage.line_from(depth) == past
