@@ -39,14 +39,24 @@ PROGRESS_KILLS = 15
 
 
 def soak(
-    zygote: Zygote, folder: Path, kills: int, seed: int, max_staleness: int, seconds: float = float("inf")
+    zygote: Zygote,
+    folder: Path,
+    kills: int,
+    seed: int,
+    max_staleness: int,
+    seconds: float = float("inf"),
+    *,
+    keep_history: bool = True,
 ) -> dict[str, Any]:
     """Kill so often, or for so long, then let the run end."""
     chance = random.Random(seed)
     began = time.monotonic()
     points: Counter[str] = Counter()
     task = FAULTY if seed % 2 == 0 else FAULTY_GROUPS
-    settings = {"run__steps": STEPS, "eval__every": 25, "buffer__max_staleness": max_staleness}
+    settings = {
+        "run__steps": STEPS, "eval__every": 25, "buffer__max_staleness": max_staleness, "buffer__keep_history": keep_history,
+        "buffer__snapshot_every_records": 200 if keep_history else 40,
+    }  # fmt: skip
     with field(zygote, folder, s3=True, **settings, **task) as run:
         run.until_depth(1)
         audits, deeper = AUDIT_KILLS, 0
@@ -72,7 +82,7 @@ def soak(
         return {
             "kills": killed, "killed": dict(sorted(run.kills.items())), "at_points": dict(sorted(points.items())),
             "ended_by_a_fault": {end: count for end, count in sorted(run.exits.items()) if not end.endswith(":0")},
-            "seed": seed, "max_staleness": max_staleness, "epochs": epochs, "forks": forks,
+            "seed": seed, "max_staleness": max_staleness, "keep_history": keep_history, "epochs": epochs, "forks": forks,
             "seconds": round(time.monotonic() - began), "audit": report.as_dict(),
         }  # fmt: skip
 
@@ -94,6 +104,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no new run after so long, and the last one ends")
     parser.add_argument("--max-staleness", type=int, help="0, 1 and 2 in turn where it's left out")
+    parser.add_argument("--purged", action="store_true", help="purge each run's history; every fourth's where it's left out")
     given = parser.parse_args()
     total = runs = 0
     began = time.monotonic()
@@ -104,7 +115,10 @@ def main() -> int:
             staleness = (1, 0, 2)[seed % 3] if given.max_staleness is None else given.max_staleness
             with tempfile.TemporaryDirectory(prefix="towline-soak-", ignore_cleanup_errors=True) as folder:
                 try:
-                    result = soak(zygote, Path(folder), min(RUN_KILLS, given.kills - total), seed, staleness, left)
+                    result = soak(
+                        zygote, Path(folder), min(RUN_KILLS, given.kills - total), seed, staleness, left,
+                        keep_history=given.purged is False and seed % 4 != 3,
+                    )  # fmt: skip
                 except AssertionError as error:
                     print(error, file=sys.stderr)
                     print(json.dumps({"seed": seed, "max_staleness": staleness, "failed": str(error).partition("\n")[0]}))
