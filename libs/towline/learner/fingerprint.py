@@ -1,13 +1,14 @@
 """What an epoch's bits depend on beside its batches, recorded by the trainer as RUN/fingerprints/EPOCH.json, create-only.
 
 `environment` must be the same for the same bits: versions, threads, instruction set. `settings` are what the epoch trained with;
-a restart may change them, so each epoch has its own. Nothing here imports torch before it's asked for.
+a restart may change them, so each epoch has its own. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
@@ -57,21 +58,21 @@ _decoder = msgspec.json.Decoder(Fingerprint)
 
 
 def environment(device: str, backend: str = "torch") -> dict[str, str]:
-    """This process's: call it once the learner is made, since that sets the number of threads."""
-    import torch
+    """This process's: call it once the learner is made, since that sets the number of threads.
 
+    What torch says of itself is there where the learner has loaded torch; another one's bits don't depend on it.
+    """
     found = {package: _version(package) for package in (*PACKAGES, *BACKEND_PACKAGES.get(backend, ()))}
-    found |= {
-        "device": device,
-        "threads": str(torch.get_num_threads()),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "instructions": _instructions(),
-        "machine": platform.machine(),
-        "mkldnn": str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
-        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
-    }
-    if device.startswith("cuda"):
-        found |= {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
+    found |= {"device": device, "instructions": _instructions(), "machine": platform.machine()}
+    if (torch := sys.modules.get("torch")) is not None:
+        found |= {
+            "threads": str(torch.get_num_threads()),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "mkldnn": str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
+            "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        }
+        if device.startswith("cuda"):
+            found |= {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
     return found | {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+import transformers.modeling_utils  # noqa: F401  every model's: two seconds of imports that would come with the first model
 from torch import Tensor
 
 from towline.config import Settings

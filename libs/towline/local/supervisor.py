@@ -23,8 +23,9 @@ from towline.local.services import STOP_ORDER, ServiceSpec
 from towline.report.figures import Status
 
 FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.25, 8.0
-CALM_SECONDS = 60.0
-"""A service that lived so long starts with the shortest delay again."""
+"""Between the death of a service that had lived for a moment only and its next start; each such death doubles it."""
+CALM_SECONDS = 15.0
+"""A service that lived so long is started again at once: it wasn't its start that failed."""
 MOST_FAILURES = 12
 """Deaths of one service within FAILURE_WINDOW_SECONDS that end the run."""
 FAILURE_WINDOW_SECONDS = 180.0
@@ -126,7 +127,7 @@ class Supervisor:
 
     async def _keep(self, child: _Child) -> None:
         """Run a service until it is done, the run is stopped, or it has failed for good."""
-        name, delay = child.spec.process, FIRST_DELAY_SECONDS
+        name, delay = child.spec.process, 0.0
         while not self._stopping:
             started = time.monotonic()
             code = await self._run_once(child)
@@ -139,8 +140,8 @@ class Supervisor:
             if code == UsageError.exit_status:
                 return self._fail(UsageError(self._last_words(child, "refused its configuration"), code="service_usage"))
             now = time.monotonic()
-            if now - started > CALM_SECONDS:
-                delay = FIRST_DELAY_SECONDS
+            calm = now - started > CALM_SECONDS
+            delay = 0.0 if calm else min(max(2 * delay, FIRST_DELAY_SECONDS), LONGEST_DELAY_SECONDS)
             if code != FENCED:
                 child.deaths.append(now)
                 while child.deaths and child.deaths[0] < now - FAILURE_WINDOW_SECONDS:
@@ -150,9 +151,9 @@ class Supervisor:
                         UnavailableError(self._last_words(child, f"ended {MOST_FAILURES} times"), code="service_died")
                     )
             self.restarts[child.spec.service] += 1
-            self._on_event(f"{name} {_how(code)}; starting it again in {delay:g} s (log: {self._directory.log_path(name)})")
+            when = f" in {delay:g} s" if delay else ""
+            self._on_event(f"{name} {_how(code)}; starting it again{when} (log: {self._directory.log_path(name)})")
             await asyncio.sleep(delay)
-            delay = min(2 * delay, LONGEST_DELAY_SECONDS)
         return None
 
     async def _has_ended(self) -> bool:

@@ -24,7 +24,6 @@ from towline.access.identity import as_role
 from towline.access.roles import TRAINER
 from towline.bus.client import Bus
 from towline.config import Settings, load_settings
-from towline.delta.codec import warm_up
 from towline.errors import TowlineError, UnavailableError
 from towline.learner.advantages.base import Advantage
 from towline.learner.registry import ADVANTAGES, look_up
@@ -36,6 +35,7 @@ from towline.store.log import Log
 from towline.store.objects import ObjectStore, open_store
 from towline.trainer import commands
 from towline.trainer.commands import CHANNELS, ROWS, STAGE, WORK, AnyCommand, decode_command
+from towline.trainer.loading import Loading
 from towline.trainer.member import Member
 from towline.trainer.rows import Gatherer
 from towline.trainer.watch import LogWatch, cancel
@@ -87,12 +87,13 @@ def end_with_parent() -> None:
 
 
 async def _follow(settings: Settings, replica: str, rank: int) -> None:
+    loading = Loading(settings.trainer.backend)
     objects = open_store(settings.store)
     world = await asyncio.to_thread(join_world, settings.trainer.device, settings.trainer.rank_timeout_seconds)
     worlds: dict[str, World] = {}
     for name in CHANNELS:
         worlds[name] = await asyncio.to_thread(world.channel)
-    await asyncio.to_thread(warm_up)
+    await asyncio.to_thread(loading.wait)
     run = settings.run.name
     bus = await Bus.connect(settings.bus, run=run, client_name=f"{run}.trainer.{replica}.{rank}", blobs=Blobs(objects, run))
     try:

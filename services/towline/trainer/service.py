@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 from towline.bus.client import Bus
 from towline.config import Settings
-from towline.delta.codec import warm_up
 from towline.runtime.service import Service
 from towline.store.objects import ObjectStore
 from towline.trainer.crew import Crew
 from towline.trainer.figures import Figures
+from towline.trainer.loading import Loading
 from towline.trainer.run import run_trainer
 
 
@@ -26,12 +26,14 @@ class TrainerService(Service):
         super().__init__(settings, bus=bus, objects=objects, replica=replica)
         self._figures = Figures()
         self._finished = False
-        # Before the lease is held: the other ranks are told to wait.
+        # Before the lease is held, both: the learner's code is loaded, and the other ranks are told to wait.
+        self._loading = Loading(settings.trainer.backend)
         self._crew = Crew(settings, objects)
         self._crew.begin()
 
     async def run(self) -> None:
-        await asyncio.to_thread(warm_up)
+        self._tell("loading")
+        await asyncio.to_thread(self._loading.wait)
         await run_trainer(
             self.settings, self.bus, self.objects, replica=self.replica, figures=self._figures, draining=self.draining,
             tell=self._tell, crew=self._crew,

@@ -66,6 +66,31 @@ async def test_a_killed_service_is_started_again_and_a_finished_one_isnt(directo
     assert Processes(directory).alive() == {}
 
 
+async def test_a_killed_one_is_started_at_once_however_often_unless_it_dies_young(directory, monkeypatch):
+    monkeypatch.setattr("towline.local.supervisor.CALM_SECONDS", 0.5)
+    events = []
+    supervisor = Supervisor(directory, [spec(directory, "trainer", SLEEP)], [], events.append)
+    supervisor.start()
+
+    async def killed(lived_seconds: float) -> str:
+        before = len(events)
+        await until(lambda: "trainer" in Processes(directory).alive())
+        await asyncio.sleep(lived_seconds)
+        Processes(directory).alive()["trainer"].kill()
+        await until(lambda: len(events) > before and "trainer" in Processes(directory).alive())
+        return events[before]
+
+    for _ in range(3):
+        assert "was killed by SIGKILL; starting it again (log:" in await killed(0.6)
+    assert supervisor.restarts == {"trainer": 3}
+    # Its own start fails, time after time: then it's left in peace for longer and longer.
+    monkeypatch.setattr("towline.local.supervisor.CALM_SECONDS", 60.0)
+    assert ["in 0.25 s" in await killed(0.0), "in 0.5 s" in await killed(0.0)] == [True, True]
+    monkeypatch.setattr("towline.local.supervisor.CALM_SECONDS", 0.5)
+    assert "starting it again (log:" in await killed(0.6)
+    await supervisor.stop_services()
+
+
 async def test_a_gateway_that_comes_back_has_the_port_that_it_took_first(directory):
     code = "import os, time; print('asked for', os.environ.get('TOWLINE_GATEWAY__PORT', 'any'), flush=True); time.sleep(60)"
     ports = KeptPorts("127.0.0.1", ("api_port",))

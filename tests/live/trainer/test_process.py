@@ -74,6 +74,9 @@ async def test_it_drains_hands_over_and_ends_with_the_run(make_settings: Make, m
                 return str((await status(stage, "1"))["reason"]).startswith("standby")
 
             await until(on_standby, 60)
+            # It has loaded the learner's code, without the lease: a take-over needn't wait for that.
+            await until(lambda: "libtorch" in Path(f"/proc/{second.pid}/maps").read_text(), 60)
+            assert await on_standby()
             stage.buffer.hold_at = 10
             await until(lambda: depth() > 4, 60)
             first.send_signal(signal.SIGTERM)
