@@ -8,6 +8,9 @@ import msgspec
 
 from towline.contract.codec import SCHEMA, decode
 
+ACK_HISTORY = 64
+"""Acknowledged versions that an ack tells of, the newest."""
+
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened", tag_field="kind"):
     """The trainer appended `open` as entry `epoch`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from towline.contract.policy import ACK_HISTORY
 from towline.loadtest.figures import HOPS
 from towline.loadtest.result import Result
 from towline.loadtest.text import value
@@ -145,7 +146,8 @@ def _weights(page: Page, last: Result) -> None:
     page.chart(
         "A version's way, stacked",
         charts.stacked(publish["depth"], parts, x_label="depth", y_label="ms", steps=True),
-        "Encode, upload, verify; then from the entry to the first worker, and to the last one, that serves it.",
+        "Encode, upload, verify; then from the entry to the first worker, and to the last one, that serves it. A worker "
+        f"acknowledges its newest {ACK_HISTORY} versions; of older ones the latter isn't known.",
     )
     spread = {
         label: _floor(last.distributions[f"weights.{name}_seconds"])
@@ -177,7 +179,10 @@ def _idle(looks: dict[str, list[float]], marks: dict[str, list[float]]) -> str:
 
 def _events(result: Result) -> str:
     told = "; ".join(f"{seconds:.0f} s: {what}" for seconds, what in result.events[:EVENTS_TOLD])
-    return told + (f"; and {len(result.events) - EVENTS_TOLD} more" if len(result.events) > EVENTS_TOLD else "")
+    told += f"; and {len(result.events) - EVENTS_TOLD} more" if len(result.events) > EVENTS_TOLD else ""
+    if result.settings["buffer"]["keep_history"]:
+        return told
+    return f"The streams were purged: this is what they still held at the end. {told}".rstrip()
 
 
 def _floor(seconds: Sequence[float]) -> list[float]:

@@ -21,7 +21,7 @@ from towline import faults, spans
 from towline.bus.client import Bus
 from towline.config import Settings
 from towline.contract.entries import BaseEntry, LogEntry, VersionEntry
-from towline.contract.policy import Ack, Served
+from towline.contract.policy import ACK_HISTORY, Ack, Served
 from towline.engine.base import Activation, Engine
 from towline.errors import EngineError
 from towline.replica.canary import CanaryWatch
@@ -40,8 +40,6 @@ from towline.store.log import Log
 from towline.store.objects import ObjectStore
 
 Mode = Literal["initial", "drain", "in_place", "retract"]
-HISTORY = 64
-"""Acknowledged versions that an ack tells of."""
 _log = structlog.get_logger(__name__)
 
 
@@ -106,7 +104,7 @@ class Replica:
         )
         self._good: Copy | None = None
         """Of the version that is served."""
-        self._history: deque[Served] = deque(maxlen=HISTORY)
+        self._history: deque[Served] = deque(maxlen=ACK_HISTORY)
         self._proved: set[int] = set()
         """Every version that was served here."""
         self._proving: tuple[int, asyncio.Future[bool]] | None = None

@@ -13,10 +13,9 @@ from msgspec.structs import replace
 from contract import samples
 from towline.contract.codec import encode
 from towline.contract.control import TaskRecord
-from towline.contract.policy import Ack, ReplicaInfo, Served
+from towline.contract.policy import ACK_HISTORY, Ack, ReplicaInfo, Served
 from towline.contract.task import VersionSpan, pack_tokens
 from towline.contract.trajectory import Segment, encode_trajectory
-from towline.replica.replica import HISTORY
 
 DESIGN = Path(__file__).parents[3] / "docs" / "design"
 PAGE = (DESIGN / "092-several-clusters.md").read_text().split("## On to tens of regions")[1].split("## What falls short")[0]
@@ -105,7 +104,7 @@ def test_records_are_as_long_as_the_contract_makes_them() -> None:
                 wire_bytes=int(4e9),
                 mode="in_place",
                 at=1.8e9 + 0.3,
-                history=(served,) * HISTORY,
+                history=(served,) * ACK_HISTORY,
             )
         )
     )
