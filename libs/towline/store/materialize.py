@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import heapq
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,31 +89,45 @@ def _gone(objects: ObjectStore, log: Log, version: int) -> MissingError | None:
     )
 
 
-def plan(objects: ObjectStore, log: Log, version: int, have: int | None = None, *, everywhere: bool = False) -> list[Start]:
-    """The ways to get at `version`, the cheapest first. Reads the records of the anchors that the hint names, or of all that
-    the store lists."""
-    ancestors = [0, *log.lineage.chain(version, 0)]
-    starts: list[Start] = []
-    if have in ancestors:
-        starts.append(_start(log, "own", None, ancestors[ancestors.index(have) + 1 :]))
-    known: Iterable[int] = anchored(objects, log.run) if everywhere else (hint.anchors if (hint := log.read_hint()) else ())
-    for number in sorted({0, *known} & set(ancestors)):
-        try:
-            record = read_anchor(objects, log.run, number)
-        except (MissingError, CorruptError):
-            continue  # the others do; what is wrong with this one shows where nothing else leads to the version
-        starts.append(_start(log, "anchor", record, ancestors[ancestors.index(number) + 1 :]))
-    for place in range(len(ancestors) - 1, 0, -1):
-        if log.version(ancestors[place]).representation == "full":
-            starts.append(_start(log, "full", None, ancestors[place:]))
+def plan(objects: ObjectStore, log: Log, version: int, have: int | None = None, *, everywhere: bool = False) -> Iterator[Start]:
+    """The ways to get at `version`, the cheapest first. Of the anchors it knows those that the hint names, or all that the store
+    lists, and reads the record of each that it comes by.
+
+    It walks back from the version, no further than it must to be sure that what it yields is the cheapest: a replica that has
+    the version before costs a step, however long the LOG is.
+    """
+    log.lineage.depth(version)  # `MissingError` where there is none
+    hint = None if everywhere else log.read_hint()
+    anchors = {0, *(anchored(objects, log.run) if everywhere else hint.anchors if hint else ())}
+    found: list[tuple[float, int, Start]] = []
+    count = itertools.count()
+    chain: list[int] = []
+    cost, full, step = 0.0, False, version
+
+    def note(kind: Literal["own", "anchor", "full"], anchor: AnchorRecord | None = None) -> None:
+        whole = cost + (anchor.nbytes if anchor else 0)
+        heapq.heappush(found, (whole, next(count), Start(kind, anchor, tuple(reversed(chain)), whole)))
+
+    while True:
+        while found and found[0][0] <= cost:  # whatever lies further back costs as much at least
+            yield heapq.heappop(found)[2]
+        if step == have:
+            note("own")
+        if step in anchors:
+            with contextlib.suppress(MissingError, CorruptError):  # what is wrong shows where nothing else leads to the version
+                note("anchor", read_anchor(objects, log.run, step))
+        parent = log.lineage.parent(step)
+        if parent is None:
             break
-    return sorted(starts, key=lambda start: start.cost)
-
-
-def _start(log: Log, kind: Literal["own", "anchor", "full"], anchor: AnchorRecord | None, chain: list[int]) -> Start:
-    entries = [log.version(number) for number in chain]
-    cost = sum(entry.wire_bytes + APPLY_WEIGHT * entry.model_bytes for entry in entries)
-    return Start(kind, anchor, tuple(chain), cost + (anchor.nbytes if anchor else 0))
+        entry = log.version(step)
+        chain.append(step)
+        cost += entry.wire_bytes + APPLY_WEIGHT * entry.model_bytes
+        if entry.representation == "full" and not full:
+            full = True
+            note("full")
+        step = parent
+    while found:
+        yield heapq.heappop(found)[2]
 
 
 def _follow(

@@ -80,7 +80,7 @@ def test_an_anchor_is_the_start_where_it_is_cheaper(run: Run) -> None:
     log = reader(run)
     assert [start.kind for start in plan(run.objects, log, 5)] == ["anchor"]  # no hint names the other yet
     log.write_hint(anchors=[4])
-    starts = plan(run.objects, log, 5, have=3)
+    starts = list(plan(run.objects, log, 5, have=3))
     assert [(s.kind, s.chain) for s in starts] == [("own", (4, 5)), ("anchor", (5,)), ("anchor", (2, 3, 4, 5))]
     for key in [item.key for item in run.objects.list(f"{run.log.run}/versions/00000001-00000000-")]:
         run.objects.delete(key)  # the base's chain is gone: the anchor is what is left
