@@ -31,12 +31,7 @@ def read_settings(kind: type[T], path: Path, overrides: dict[str, Any] | None = 
 
     Puts the file's folder on `sys.path`. Raises `UsageError` with one line a fault.
     """
-    try:
-        tree = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file; give a run's TOML file", code="config_missing") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise UsageError(f"{path}: {error}", code="config_syntax") from None
+    tree = read_toml(path)
     for name, value in os.environ.items():
         if name.startswith("TOWLINE_") and "__" in name:
             _set(tree, name.removeprefix("TOWLINE_").lower().split("__"), _literal(value))
@@ -45,12 +40,26 @@ def read_settings(kind: type[T], path: Path, overrides: dict[str, Any] | None = 
     try:
         settings = kind.model_validate(tree)
     except ValidationError as error:
-        faults = "; ".join(_fault(item) for item in error.errors(include_url=False, include_input=False))
-        raise UsageError(f"{path}: {faults}", code="config") from None
+        raise UsageError(f"{path}: {faults(error, kind)}", code="config") from None
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
     return settings
+
+
+def read_toml(path: Path, wanted: str = "give a run's TOML file") -> dict[str, Any]:
+    """The file's tables as they stand. `UsageError` where it's missing, no file, or no TOML; it ends with what is `wanted`."""
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file; {wanted}", code="config_missing") from None
+    except IsADirectoryError:
+        raise UsageError(f"{path}: a folder; {wanted}", code="config_missing") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, tomllib.TOMLDecodeError):
+            raise UsageError(f"{path}: no TOML: {error}", code="config_syntax") from None
+        why = (error.strerror or str(error)) if isinstance(error, OSError) else "isn't text"
+        raise UsageError(f"{path}: {why}; {wanted}", code="config_syntax") from None
 
 
 def import_object(path: str, setting: str) -> Any:
@@ -85,12 +94,35 @@ def _literal(text: str) -> Any:
         return text
 
 
-def _fault(item: Any) -> str:
+def faults(error: ValidationError, kind: type[BaseModel] | None = None, table: tuple[str, ...] = ()) -> str:
+    """All of them in one line. `kind`: the model, so that its tables are called what they are; `table`: where it stands."""
+    return "; ".join(
+        _fault(item | {"loc": (*table, *item["loc"])}, kind) for item in error.errors(include_url=False, include_input=False)
+    )
+
+
+def _fault(item: Any, kind: type[BaseModel] | None) -> str:
     where = ".".join(str(part) for part in item["loc"]) or "the file"
+    table = _table(item["loc"], kind)
     if item["type"] == "extra_forbidden":
         return f"{where}: unknown key; remove it or correct its spelling"
+    if item["type"] == "missing" and table is not None:
+        needed = [name for name, field in table.model_fields.items() if field.is_required()]
+        return f"[{where}] is missing" + (f"; it needs {' and '.join(needed)}" if needed else "")
     if item["type"] == "missing":
         return f"{where}: missing; it has no default"
+    if item["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{where}: must be a table, [{where}]"
     if item["type"] == "string_pattern_mismatch":  # ImportPath is the only pattern
         return f"{where}: write an import path as module:name, like my_task:reward"
     return f"{where}: {item['msg'].removeprefix('Value error, ')}"
+
+
+def _table(loc: tuple[Any, ...], kind: type[BaseModel] | None) -> type[BaseModel] | None:
+    """The model that stands at `loc`, where it's a table."""
+    for name in loc:
+        field = kind.model_fields.get(str(name)) if kind is not None else None
+        kind = (
+            field.annotation if field and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) else None
+        )
+    return kind

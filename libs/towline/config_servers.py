@@ -6,6 +6,7 @@ meanwhile. Each may come from the environment as well (`TOWLINE_BUS__NKEY_SEED_F
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,8 @@ DEFAULT_ROLE = "operator"
 """Of whoever names none: a person at a command line. Services name theirs."""
 SEED, CREDENTIALS, ACCESS_KEY, SECRET_KEY = ".nk", ".creds", ".s3-access", ".s3-secret"
 """After a role's name: its files in a folder of keys."""
+_URL = re.compile(r"((nats|tls|wss?)://)?([^@/\s]*@)?(\[[0-9A-Fa-f:.%]+\]|[^\s:/@\[\]]+)(:\d{1,5})?/?")
+"""Of one server; a port alone may be left out, and nats://."""
 
 
 class BusSettings(BaseModel):
@@ -96,6 +99,9 @@ class BusSettings(BaseModel):
 
     @model_validator(mode="after")
     def _agree(self) -> BusSettings:
+        for url in self.url.split(",") if self.url else ():
+            if not _URL.fullmatch(url.strip()):
+                raise ValueError("url: write nats://HOST:PORT or tls://HOST:PORT, several with commas between them")
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ValueError("tls_cert and tls_key go together: set both or neither")
         if self.site and self.site not in self.sites:

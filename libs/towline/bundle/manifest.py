@@ -72,7 +72,8 @@ def read_manifest(folder: Path) -> BundleManifest:
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise UsageError(
-            f"{folder}: no bundle, it has no {MANIFEST}; make one with `towline trajectories export RUN -o {folder.name}`",
+            f"{folder}: no bundle, which has a {MANIFEST}, and no run's name or TOML file; make a bundle with "
+            "`towline trajectories export RUN -o FOLDER`",
             code="bundle_missing",
         ) from None
     try:

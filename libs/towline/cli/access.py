@@ -10,12 +10,25 @@ from typing import Annotated, Any
 
 import typer
 
+from towline.cli.paths import to_write
 from towline.errors import UsageError
 
 app = typer.Typer(help="Users and keys for a run's services, each with its own permissions.", no_args_is_help=True)
 
-Runs = Annotated[list[str], typer.Option("--run", help="A run's name; several times for several runs.")]
-Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to write into; its secrets are owner-only.")]
+
+def run_names(names: list[str] | None) -> list[str] | None:
+    """For `typer.Option(callback=…)`: names that a run can have."""
+    from towline.bus.topology import Topology
+
+    for name in names or []:
+        Topology(name)
+    return names
+
+
+Runs = Annotated[list[str], typer.Option("--run", callback=run_names, help="A run's name; several times for several runs.")]
+Out = Annotated[
+    Path, typer.Option("--out", metavar="DIR", callback=to_write, help="The folder to write into; its secrets are owner-only.")
+]
 Anew = Annotated[bool, typer.Option("--rotate", help="New secrets for all roles; else those in DIR stay.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 FLAVOURS = ("seaweedfs", "minio", "aws")
@@ -133,7 +146,9 @@ def s3(
 @app.command()
 def show(
     role: Annotated[str | None, typer.Argument(help="A role; without one: all of them, and what they do.")] = None,
-    runs: Annotated[list[str] | None, typer.Option("--run", help="The run in whose names it's shown.")] = None,
+    runs: Annotated[
+        list[str] | None, typer.Option("--run", callback=run_names, help="The run in whose names it's shown.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """What a role may do on the bus and in the store."""
@@ -166,9 +181,12 @@ def init(
 ) -> None:
     """Make a run's bucket, streams and consumers, as role init, and see that the store keeps its word. It can be repeated."""
     from towline.access.init import initialise
+    from towline.local.access import own_bus_is_down
     from towline.local.run_directory import find_run
 
-    _, settings = find_run(target)
+    directory, settings = find_run(target)
+    if own_bus_is_down(directory, settings):
+        raise UsageError(f"run {settings.run.name} isn't up; `towline up` makes what it starts", code="run_down")
     if not settings.bus.url or not settings.store.url:
         raise UsageError(
             "init is for a bus and a store of one's own: set bus.url and store.url (`towline up` makes what it starts)",

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from towline.cli.numbers import finite
+from towline.cli.paths import to_write
 from towline.errors import UnavailableError, UsageError
 
 app = typer.Typer(help="Weights to and from other systems' layouts.", no_args_is_help=True)
@@ -60,6 +61,8 @@ def miles(
             f"use --direction export or import, --encoding {' or '.join(ENCODINGS)}, --checksum {', '.join(CHECKSUMS)}",
             code="bridge_option",
         )
+    if direction == "export":
+        to_write(watch)
     directory, settings = find_run(target)
     with _until_told_to_end() as over, open_objects(directory, settings) as objects:
         log = Log(objects, settings.run.name)

@@ -10,11 +10,13 @@ from typing import Annotated
 
 import typer
 
+from towline.cli.paths import to_write
+
 app = typer.Typer(help="Weight deltas between safetensors files or checkpoint folders.", no_args_is_help=True)
 
 Model = Annotated[Path, typer.Argument(help="A safetensors file or a Hugging Face checkpoint folder.")]
 Delta = Annotated[Path, typer.Argument(help="A folder that `towline delta diff` wrote.")]
-Output = Annotated[Path, typer.Option("--output", "-o", help="Where to write; it must not exist yet.")]
+Output = Annotated[Path, typer.Option("--output", "-o", callback=to_write, help="Where to write; it must not exist yet.")]
 Mode = Annotated[str, typer.Option(help="default, dense (smaller, slower) or idempotent (may be applied again).")]
 Checksum = Annotated[str, typer.Option(help="xxh3-128, blake3 or adler32, inside the parts.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Default: the cores that may be used.")]

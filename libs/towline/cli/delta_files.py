@@ -166,7 +166,7 @@ def _refuse_existing(path: Path) -> None:
     if path.exists():
         raise UsageError(f"{path} exists already: name another output, or remove it", code="output_exists")
     if not path.absolute().parent.is_dir():
-        raise MissingError(f"there is no folder {path.absolute().parent}")
+        raise MissingError(f"there is no folder {path.absolute().parent}; create it", code="output_parent")
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from towline.cli.paths import file_to_write
 from towline.errors import ConflictError, MissingError, UsageError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def fork(
             "--output",
             "-o",
             "--out",
+            callback=file_to_write,
             help="The new run's TOML; NAME.toml beside the run's own, where its code lies, if left out.",
         ),
     ] = None,
@@ -122,7 +124,10 @@ def _settings(
     before: Settings, directory: RunDirectory, new: RunDirectory, config: Path | None, overrides: dict[str, Any]
 ) -> Settings:
     """The new run's, as they will stand in its TOML: the other run's, or those of `config`."""
+    from pydantic import ValidationError
+
     from towline.config import Settings, load_settings
+    from towline.config_loading import faults
     from towline.local.effective import DRAIN_SECONDS
 
     if config is not None:
@@ -145,8 +150,8 @@ def _settings(
     tree["model"] = {"source": str(new.model_path), "publish_dtype": tree["model"]["publish_dtype"]}
     try:
         return Settings.model_validate(tree)
-    except ValueError as error:
-        raise UsageError(f"the new run's settings: {' '.join(str(error).split())}", code="config") from None
+    except ValidationError as error:
+        raise UsageError(f"the new run's settings: {faults(error, Settings)}", code="config") from None
 
 
 def _is_own(server: Any, settings: Settings, section: str) -> bool:

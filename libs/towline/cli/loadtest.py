@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from towline.cli.paths import file_to_write, to_write
 from towline.errors import TowlineError, UsageError
 
 TERMINATED = 128 + 15
@@ -26,7 +27,13 @@ def loadtest(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", "--out", help="Folder of results and report (a new one in runs/); record: a file."),
+        typer.Option(
+            "-o",
+            "--output",
+            "--out",
+            callback=to_write,
+            help="Folder of results and report (a new one in runs/); record: a file.",
+        ),
     ] = None,
     repeat: Annotated[int | None, typer.Option(min=1, help="Instead of load.repetitions.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting.")] = None,
@@ -78,6 +85,7 @@ def loadtest(
 def _record(targets: list[str], output: Path | None) -> None:
     if len(targets) != 1 or output is None:
         raise UsageError("give a run, a bundle or its trajectories, and --out FILE", code="record")
+    file_to_write(output)
     from towline.cli.recording import recording_of
     from towline.loadtest.record import write_recording
 

@@ -10,15 +10,18 @@ import tempfile
 import traceback
 from importlib import import_module
 from importlib.metadata import version as installed_version
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
 from towline.cli import access, doctor, fork, replay, report, runs, top, trace, trajectories, versions
-from towline.errors import TowlineError
+from towline.cli.paths import fault_of
+from towline.errors import TowlineError, UsageError
 from towline.runtime.terminal import say
 
 INTERRUPTED = 130
+WrongCall = cast(type[Exception], typer.BadParameter.__mro__[1])
+"""What every fault of a command line is to typer, which exports only some of its kinds."""
 
 app = typer.Typer(
     help="Reinforcement-learning post-training with the trainer and the rollout fleet as separate services.",
@@ -68,27 +71,33 @@ def _main(
 def main() -> None:
     """The entry point: no traceback reaches the screen."""
     try:
-        app()
+        status = app(prog_name="towline", standalone_mode=False)  # else typer draws a wrong call as a box of several lines
     except TowlineError as error:
         _exit(f"{error.code}: {' '.join(error.message.split())}", error.exit_status)
-    except KeyboardInterrupt:
+    except WrongCall as error:
+        _exit(_wrong_call(error), UsageError.exit_status)
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
     except Exception as error:  # noqa: BLE001 — kept whole in a file, one line for the user
+        if isinstance(error, OSError) and (fault := fault_of(error)):
+            _exit(f"file: {fault}", 1)
         with tempfile.NamedTemporaryFile("w", prefix="towline-", suffix=".traceback", delete=False) as file:
             traceback.print_exc(file=file)
-        if isinstance(error, OSError) and error.filename is not None:  # a path of the user's, mostly
-            _exit(f"file: {error.filename}: {_reason(error)}; correct the path; the traceback is in {file.name}", 1)
         _exit(f"internal: {type(error).__name__}: {' '.join(str(error).split())}; the traceback is in {file.name}", 1)
+    sys.exit(status if isinstance(status, int) else 0)
 
 
-def _reason(error: OSError) -> str:
-    if isinstance(error, FileExistsError | NotADirectoryError):
-        return "a file stands where a folder is wanted"
-    return error.strerror or type(error).__name__
+def _wrong_call(error: Any) -> str:
+    """What typer found wrong with the command line. Where it has shown the help instead, there is nothing to say."""
+    said = " ".join(error.format_message().split()).rstrip(".")
+    if not said or type(error).__name__ == "NoArgsIsHelpError":
+        return ""
+    return f"usage: {said[0].lower()}{said[1:]}; see `{error.ctx.command_path if error.ctx else 'towline'} --help`"
 
 
 def _exit(line: str, status: int) -> None:
-    say(line, error=True)
+    if line:
+        say(line, error=True)
     sys.exit(status)
 
 

@@ -14,6 +14,7 @@ import typer
 
 from towline.cli import trajectories
 from towline.cli.numbers import finite
+from towline.cli.paths import file_to_write
 from towline.cli.runs import _overrides
 from towline.cli.source import SourceArgument, open_source
 from towline.errors import UsageError
@@ -80,6 +81,8 @@ def replay(
         raise UsageError(
             "give one of --verify, --into trainer, --to FILE|screen and --rescore MODULE:FUNCTION", code="replay_mode"
         )
+    if to is not None and to != "screen":
+        file_to_write(Path(to))
     if into not in (None, "trainer"):
         raise UsageError(f"--into {into!r}: use trainer; a file or the screen is --to", code="replay_mode")
     if code is not None:

@@ -100,7 +100,10 @@ def _directory(target: str, asked: Into, before: Settings) -> RunDirectory:
 
 def _settings(source: Source, asked: Into, directory: RunDirectory, plan: Plan) -> Settings:
     """The recorded run's, or those of --config, with --set on top; and what a replay needs."""
+    from pydantic import ValidationError
+
     from towline.config import BusSettings, ServiceSettings, Settings, StoreSettings, load_settings
+    from towline.config_loading import faults
     from towline.replay.again import changed
     from towline.replay.code import check_code
     from towline.replay.feeder import most_stale
@@ -126,8 +129,8 @@ def _settings(source: Source, asked: Into, directory: RunDirectory, plan: Plan) 
     tree["service"] |= {"port": 0}
     try:
         return Settings.model_validate(tree)
-    except ValueError as error:
-        raise UsageError(f"the replay's settings: {' '.join(str(error).split())}", code="config") from None
+    except ValidationError as error:
+        raise UsageError(f"the replay's settings: {faults(error, Settings)}", code="config") from None
 
 
 async def _run(source: Source, target: str, asked: Into, directory: RunDirectory, given: Settings, plan: Plan) -> Comparison:

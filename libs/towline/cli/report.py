@@ -8,12 +8,15 @@ from typing import Annotated
 
 import typer
 
+from towline.cli.paths import file_to_write
 from towline.cli.source import SourceArgument, open_source
 
 
 def report(
     target: SourceArgument,
-    output: Annotated[Path, typer.Option("-o", "--output", help="The file to write.")] = Path("report.html"),
+    output: Annotated[Path, typer.Option("-o", "--output", callback=file_to_write, help="The file to write.")] = Path(
+        "report.html"
+    ),
 ) -> None:
     """Draw the run so far: reward, staleness, versions and their bytes, where samples went. The file needs no network."""
     from towline.errors import UsageError

@@ -130,12 +130,19 @@ def serve(
     service: Annotated[str, typer.Argument(metavar="SERVICE", help=", ".join(SERVICES))],
     config: Annotated[Path, typer.Option("--config", help="The run's TOML file.")],
     replica: Annotated[str | None, typer.Option(help="Its name among its kind; the host's where it's left out.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Another setting, of this process alone.")
+    ] = None,
 ) -> None:
     """Run one service in this process, as it is deployed: python -m towline.SERVICE."""
     name = service.replace("-", "_")
     if name not in SERVICES:
         raise UsageError(f"service {service!r}: use one of {', '.join(SERVICES)}", code="service_name")
     named = [] if replica is None else ["--replica", replica]
+    for assignment in settings or []:
+        variable, text = _variable(assignment)
+        os.environ.pop(variable, None)  # so that it's the last of all, as a later --set is
+        os.environ[variable] = text
     os.execv(sys.executable, [sys.executable, "-m", f"towline.{name}", "--config", str(config), *named])
 
 
@@ -185,6 +192,17 @@ def _one_path(toml: Path | None, config: Path | None) -> Path:
 
 def _again(source: Path, run: str | None, engine: str | None) -> str:
     return f"towline up {source}{f' --run {run}' if run else ''}{f' --engine {engine}' if engine else ''}"
+
+
+def _variable(assignment: str) -> tuple[str, str]:
+    """How the environment says `section.key=value` to a service and to the ranks that it starts."""
+    (key, _), text = _overrides([assignment]).popitem(), assignment.partition("=")[2]
+    if key != key.lower() or "__" in key or "\0" in text:
+        table = key.rpartition(".")[0]
+        raise UsageError(
+            f"--set {assignment!r}: give the whole table, as in --set '{table} = {{ KEY = VALUE }}'", code="override"
+        )
+    return f"TOWLINE_{key.replace('.', '__').upper()}", text
 
 
 def _overrides(assignments: list[str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from towline.cli.numbers import finite
+from towline.cli.paths import file_to_write
 from towline.errors import TowlineError, UsageError
 
 Toml = Annotated[Path, typer.Argument(metavar="RUN_OR_SCENARIO.toml", help="A run's TOML file, or a load test's.")]
@@ -33,7 +34,9 @@ def simulate(
     ] = None,
     within: Annotated[float, typer.Option(min=0, callback=finite, help="With --against: how far off a figure may be.")] = 0.1,
     seeds: Annotated[int, typer.Option(min=5, help="With --against of one result: simulations that tell the noise.")] = 16,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the result as a JSON file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", callback=file_to_write, help="Write the result as a JSON file.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Simulate hours of a run in seconds: any number of workers, links, failures; the same file as the run's.

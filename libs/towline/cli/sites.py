@@ -7,14 +7,19 @@ from typing import Annotated
 
 import typer
 
+from towline.cli.access import run_names
+from towline.cli.paths import to_write
 from towline.errors import UsageError
 
 
 def sites(
-    runs: Annotated[list[str], typer.Option("--run", help="A run's name; several times for several runs.")],
+    runs: Annotated[list[str], typer.Option("--run", callback=run_names, help="A run's name; several times for several runs.")],
     names: Annotated[list[str], typer.Option("--site", help="A site's name, as in bus.sites; several times for several.")],
     home_url: Annotated[str, typer.Option("--home-url", help="Home's door as the sites reach it: tls://host:7422.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to write into; its secrets are owner-only.")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", metavar="DIR", callback=to_write, help="The folder to write into; its secrets are owner-only."),
+    ],
     account: Annotated[str, typer.Option(help="The account's name, as in `towline access nats`.")] = "towline",
     listen: Annotated[str, typer.Option(help="Where home's door listens.")] = "127.0.0.1:7422",
     ca: Annotated[str, typer.Option(help="Who signed home's certificate: a PEM file, a path on the site's server.")] = "",

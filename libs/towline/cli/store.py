@@ -26,7 +26,7 @@ def mirror(
     source: Annotated[str, typer.Argument(metavar="SRC", help="The run, by its name (of one in ./runs) or its TOML file.")],
     target: Annotated[str, typer.Argument(metavar="DST", help="s3://bucket/prefix, file:///path, or a run's TOML file.")],
     endpoint: Annotated[str, typer.Option(help="DST's http(s)://host:port.")] = "",
-    region: Annotated[str, typer.Option(help="DST's region.")] = "us-east-1",
+    region: Annotated[str, typer.Option(help="DST's region; us-east-1 where it's left out.")] = "",
     keys_folder: Annotated[str, typer.Option(help="DST's keys, from `towline access s3`; role operator's are used.")] = "",
     ca: Annotated[str, typer.Option(help="PEM file: who signed DST's certificate.")] = "",
     follow: Annotated[bool, typer.Option("--follow", help="Go on until SIGTERM.")] = False,
@@ -101,10 +101,19 @@ def _tell(copy: Mirror, at: float, as_json: bool, *, always: bool) -> None:
 def _target(target: str, endpoint: str, region: str, keys_folder: str, ca: str) -> StoreSettings:
     from towline.config import StoreSettings, load_settings
 
-    if target.startswith(("s3://", "file://")):
-        return StoreSettings(url=target, endpoint=endpoint, region=region, keys_folder=keys_folder, ca=ca)
+    given = {"--endpoint": endpoint, "--region": region, "--keys-folder": keys_folder, "--ca": ca}
+    options = [name for name, value in given.items() if value]
+    if target.startswith("s3://"):
+        there = StoreSettings(url=target, endpoint=endpoint, keys_folder=keys_folder, ca=ca)
+        return there.model_copy(update={"region": region}) if region else there
+    if target.startswith("file://"):
+        if options:
+            raise UsageError(
+                f"{target} is a folder, which has no keys and no server: leave {', '.join(options)} out", code="mirror_target"
+            )
+        return StoreSettings(url=target)
     if not Path(target).is_file():
         raise UsageError(f"DST {target!r}: give s3://bucket/prefix, file:///path or a TOML file", code="mirror_target")
-    if endpoint or keys_folder or ca:
-        raise UsageError(f"{target} names DST whole: leave --endpoint, --keys-folder and --ca out", code="mirror_target")
+    if options:
+        raise UsageError(f"{target} names DST whole: leave {', '.join(options)} out", code="mirror_target")
     return load_settings(Path(target)).store

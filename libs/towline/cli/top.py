@@ -16,6 +16,7 @@ def top(
 ) -> None:
     """Watch a run: its fleet, versions, queues, dead letters. Ctrl-C ends the watching, not the run."""
     from towline.bus.client import Bus
+    from towline.local.access import own_bus_is_down
     from towline.local.run_directory import find_run
     from towline.local.top import LOOK_SECONDS, Screen, watch
     from towline.report.figures import FigureBook
@@ -27,7 +28,10 @@ def top(
         raise UsageError(
             f"run {settings.run.name} was never up here and names no bus; `towline up` it, or set bus.url", code="run_missing"
         )
-    name = settings.run.name
+    if own_bus_is_down(directory, settings):
+        raise UsageError(
+            f"run {name} isn't up; `towline up` goes on with it, `towline ui {name}` shows it as it is", code="run_down"
+        )
 
     async def look() -> None:
         bus = await Bus.connect(settings.bus, run=name, client_name=f"top-{name}", patience_seconds=LOOK_SECONDS)

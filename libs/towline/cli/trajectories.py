@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from towline.cli.paths import to_write
 from towline.cli.source import SourceArgument, open_source
 from towline.contract.groups import group_token, parse_group
 from towline.errors import MissingError, UsageError
@@ -97,7 +98,7 @@ def show(
 @app.command("export")
 def export_bundle(
     target: SourceArgument,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="BUNDLE", help="The folder to make.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="BUNDLE", callback=to_write, help="The folder to make.")],
     checkpoint: Annotated[
         list[int] | None, typer.Option("--checkpoint", min=0, metavar="VERSION", help="Its checkpoint too, for `replay --from`.")
     ] = None,

@@ -15,6 +15,7 @@ import msgspec
 import typer
 
 from towline.cli import collecting
+from towline.cli.paths import to_write
 from towline.errors import CorruptError, TowlineError, UsageError
 from towline.runtime.terminal import say
 
@@ -27,7 +28,7 @@ app = typer.Typer(help="Policy versions of a run.", no_args_is_help=True)
 Target = Annotated[str, typer.Argument(metavar="RUN_OR_TOML", help="A run's name (of one in ./runs) or its TOML file.")]
 Number = Annotated[int, typer.Argument(min=0, metavar="VERSION", help="The version's number: its entry in the LOG.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value.")]
-Output = Annotated[Path, typer.Option("--output", "-o", help="The folder to write; it must not exist yet.")]
+Output = Annotated[Path, typer.Option("--output", "-o", callback=to_write, help="The folder to write; it must not exist yet.")]
 PinName = Annotated[str, typer.Option("--name", help="Whose pin it is: each name pins on its own.")]
 
 app.command("gc")(collecting.gc)
@@ -208,6 +209,8 @@ def quarantine(
     """Take a version and all that stands on it out of service, for good. Its trainer exits and opens on an earlier one."""
     from towline.store.quarantine import quarantine as condemn
 
+    if not reason.strip():
+        raise UsageError("--reason: say why, for whoever reads the LOG later", code="reason")
     with _opened(target) as (_, log):
         entry = condemn(log, version, reason)
         latest = log.lineage.latest

@@ -6,7 +6,6 @@ defaults here: the synthetic policy, prompts and verifier.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from towline.config import BusSettings, Settings, StoreSettings
+from towline.config_loading import faults, read_toml
 from towline.engine.recording import MARK_TOKENS, read_recording
 from towline.errors import UsageError
 from towline.loadtest import metric_names
@@ -199,18 +199,17 @@ def load_scenario(path: Path, overrides: Mapping[str, Any] | None = None) -> Sce
         tree[section] = defaults | tree.get(section, {})
     if "factory" in tree["model"]:
         tree["model"].pop("source")
-    table = "load."
+    table: tuple[str, ...] = ("load",)
     try:
         made = Load.model_validate(load)
-        table = "simulate."
+        table = ("simulate",)
         model = Model.model_validate(simulate)
-        table = ""
+        table = ()
         settings = Settings.model_validate(_with_task(tree, made))
     except ValidationError as error:
-        lines = (f"{table}{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors())
-        raise UsageError(f"{path}: {'; '.join(lines)}", code="config") from None
-    if faults := metric_names.faults(made):
-        raise UsageError(f"{path}: {'; '.join(faults)}", code="threshold")
+        raise UsageError(f"{path}: {faults(error, table=table)}", code="config") from None
+    if unknown := metric_names.faults(made):
+        raise UsageError(f"{path}: {'; '.join(unknown)}", code="threshold")
     return Scenario(name=path.stem, path=path, settings=settings, load=made, simulate=model)
 
 
@@ -255,12 +254,10 @@ def _record(tree: dict[str, Any], path: Path, lengths: LengthsTarget) -> None:
 
 
 def _tree(path: Path, overrides: Mapping[str, Any] | None) -> dict[str, Any]:
-    try:
-        tree = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file; loadtests/ has scenarios", code="config_missing") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise UsageError(f"{path}: {error}", code="config_syntax") from None
+    tree = read_toml(path, "loadtests/ has scenarios")
+    for name, value in tree.items():
+        if not isinstance(value, dict):
+            raise UsageError(f"{path}: {name}: must be a table, [{name}]", code="config")
     for dotted, value in (overrides or {}).items():
         *tables, key = dotted.split(".")
         at = tree

@@ -84,6 +84,12 @@ def _reachable(directory: RunDirectory, settings: Settings, *, bus: bool) -> Ite
         )
 
 
+def own_bus_is_down(directory: RunDirectory, settings: Settings) -> bool:
+    """Whether the run's bus is the server that `towline up` starts for it, and isn't running."""
+    nats = directory.nats()
+    return _is(lambda: nats.url == settings.bus.url) and nats.pid is None
+
+
 def _is(question: Callable[[], bool]) -> bool:
     """False where no such server was ever started here."""
     try:

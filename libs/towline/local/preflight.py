@@ -73,6 +73,7 @@ def check(settings: Settings, directory: RunDirectory, *, model: bool) -> Prefli
     if model:
         return Preflight(note=_base_model(settings.model, settings.run.seed, directory))
     _check_imports(settings)
+    _check_devices(settings)
     return Preflight(note="")
 
 
@@ -95,6 +96,24 @@ def _check_imports(settings: Settings) -> None:
             raise UsageError(f"{setting} = {path!r} isn't callable; name a function or a class", code="import")
     if settings.eval.every and settings.prompts.eval_source is None:
         raise UsageError("eval.every is set and prompts.eval_source isn't: name one, or set eval.every = 0", code="config")
+
+
+def _check_devices(settings: Settings) -> None:
+    """Those of this Python's torch: SGLang's is another one's."""
+    wanted = {"trainer.device": settings.trainer.device}
+    if settings.rollout.engine == "torch":
+        wanted["rollout.device"] = settings.rollout.device
+    for setting, name in wanted.items():
+        if name == "cpu" or find_spec("torch") is None:  # without torch the model says what to install
+            continue
+        import torch
+
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            raise UsageError(f"{setting} = {name!r}: there is no such device; use cpu or cuda", code="device") from None
+        if device.type == "cuda" and (count := torch.cuda.device_count()) <= (device.index or 0):
+            raise UsageError(f"{setting} = {name!r}: torch finds {count or 'no'} GPUs here; use cpu", code="device")
 
 
 def _base_model(model: ModelSettings, seed: int, directory: RunDirectory) -> str:

@@ -112,8 +112,15 @@ class RunDirectory:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """At most one `towline up` a run; `ConflictError` says who has it."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / "lock").open("a+") as file:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = (self.path / "lock").open("a+")
+        except OSError as error:
+            reason = "a file stands in its way" if isinstance(error, FileExistsError | NotADirectoryError) else error.strerror
+            raise UsageError(
+                f"run.directory: {self.path} can't be made or written into ({reason}); name another folder", code="run_directory"
+            ) from None
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -31,6 +31,8 @@ class RunStatus:
     progress: Progress | None
     services: list[Status]
     fleet: Fleet
+    finished: bool = False
+    """Whether it has a summary: it reached its end, and nobody has raised run.steps since."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -52,7 +54,7 @@ async def read_status(directory: RunDirectory, settings: Settings) -> RunStatus:
     except UnavailableError:
         if up or directory.nats().pid is not None:
             raise
-        return RunStatus(name, up, settings.bus.url, None, [], Fleet())
+        return RunStatus(name, up, settings.bus.url, None, [], Fleet(), directory.summary_path.is_file())
     try:
         services = decode_statuses(await bus.kv(STATUS).items())
         fleet = decode_fleet(await bus.kv(REPLICAS).items(), await bus.kv(ACKS).items(), now=time.time())
@@ -61,7 +63,7 @@ async def read_status(directory: RunDirectory, settings: Settings) -> RunStatus:
     book = FigureBook(directory.figures_path)
     book.update(services)
     progress = progress_of(book, steps=settings.run.steps, max_staleness=settings.buffer.max_staleness)
-    return RunStatus(name, up, settings.bus.url, progress, services, fleet)
+    return RunStatus(name, up, settings.bus.url, progress, services, fleet, directory.summary_path.is_file())
 
 
 def fleet_lines(fleet: Fleet) -> list[str]:
@@ -89,7 +91,10 @@ def fleet_lines(fleet: Fleet) -> list[str]:
 def print_status(status: RunStatus) -> None:
     console = PlainConsole()
     if not status.services:
-        state = "was never up" if status.bus is None else "is up, its services haven't spoken yet" if status.up else "is stopped"
+        stopped = (
+            "is finished; `towline run list` has its outcome" if status.finished else "is stopped; `towline up` goes on with it"
+        )
+        state = "was never up" if status.bus is None else "is up, its services haven't spoken yet" if status.up else stopped
         console.print(f"run {status.run} {state}", markup=False, soft_wrap=True)
         return
     console.print(f"run {status.run}: {'up' if status.up else 'not up here'}, bus {status.bus}", markup=False, soft_wrap=True)
