@@ -39,8 +39,8 @@ class Clusters:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         machine = Machine(folder)
-        (folder / "keys").mkdir()
-        (folder / "keys/ca.crt").write_bytes(machine.ca.cert_pem.bytes())
+        (folder / "keys-prod").mkdir()
+        (folder / "keys-prod/ca.crt").write_bytes(machine.ca.cert_pem.bytes())
         door = machine.address(0, 0)
         at_home = secrets.made(folder, "prod", secrets.PROD_BLOCK)
         at_home |= secrets.made(folder, "door", secrets.DOOR_BLOCK, leaf=door)
@@ -50,7 +50,7 @@ class Clusters:
 
     def environment(self, pods: BusPods, role: str) -> dict[str, str]:
         """The role's container's, but for addresses and where its Secret lies. Who has none there comes from home's keys."""
-        keys = pods.secrets.get(f"towline-{role}", self.folder / "keys")
+        keys = pods.secrets.get(f"towline-{role}", self.folder / "keys-prod")
         return config_map(pods.overlay, "towline-environment") | {
             "TOWLINE_BUS__URL": pods.url,
             "TOWLINE_BUS__KEYS_FOLDER": str(keys),
@@ -276,10 +276,10 @@ def test_a_site_mirrors_homes_versions_into_the_store_that_its_workers_read(
     assert (source.url, source.endpoint) == (home["TOWLINE_STORE__URL"], home["TOWLINE_STORE__ENDPOINT"])
     # Home's keys for home's store, the site's for the site's.
     viewer = store_as(source.model_copy(update={"keys_folder": str(keys)}), "viewer")
-    assert viewer.keys[0] == (clusters.folder / "keys/viewer.s3-access").read_text().strip()
+    assert viewer.keys[0] == (clusters.folder / "keys-prod/viewer.s3-access").read_text().strip()
     operator = (keys / "operator.s3-access").read_text()
     assert operator == (clusters.folder / "keys-b/operator.s3-access").read_text()
-    assert operator != (clusters.folder / "keys/operator.s3-access").read_text()
+    assert operator != (clusters.folder / "keys-prod/operator.s3-access").read_text()
 
 
 def test_the_readmes_certificate_has_every_name_that_a_server_is_called_by() -> None:
