@@ -365,7 +365,7 @@ class Field:
             assert any(report.purged.values()), report.as_dict()
             state = self.ask(self._rebuilt)
             assert state.open_train == state.eval_groups == {}
-            admitted, trained, evaluated, dropped = state.admitted, state.totals().samples, state.evaluated, state.dropped
+            admitted, trained, evaluated, dropped = state.admitted, state.totals.samples, state.evaluated, state.dropped
         assert admitted == trained + evaluated + sum(dropped.values())
         assert trained == run.steps * buffer.group_size * buffer.groups_per_batch
         return report

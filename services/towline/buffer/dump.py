@@ -100,6 +100,7 @@ def load(facts: Dump) -> State:
             state.finish(batch)
         else:
             state.batches[batch.for_depth] = batch
+    state.totals = state.counted()
     for group in facts.groups:
         state.groups[group.number] = group
         if group.batch is None:

@@ -24,8 +24,9 @@ CLAIM_SECONDS = 15.0
 def figures(state: State, lineage: Lineage, steps: int) -> dict[str, Any]:
     """What docs/design/002-interfaces.md lists, and a few more."""
     depth = lineage.depth(lineage.latest) if 0 in lineage else 0
-    trained = state.final.samples + sum(batch.samples for at, batch in state.batches.items() if at < depth)
-    totals = state.totals()
+    totals = state.totals
+    ahead = (state.batches[at] for at in range(depth, state.next_depth) if at in state.batches)
+    trained = totals.samples - sum(batch.samples for batch in ahead)
     dropped = dict(sorted(state.dropped.items()))
     on_line = [
         [version, at, mean]

@@ -10,6 +10,7 @@ import math
 
 from towline.buffer.facts import Facts
 from towline.buffer.groups import Group, Sample
+from towline.buffer.totals import Totals
 
 _MOST_LEFT_DEADLINES = 256
 """Of groups that have left, beside as many as are open."""
@@ -42,6 +43,8 @@ class Indexes(Facts):
         """Version -> offers that hold tokens of it."""
         self.whole_offers: dict[int, None] = {}
         """Offers with every score."""
+        self.totals = Totals()
+        """Sums over all batches that stand, the final ones included."""
         self.deadlines: list[tuple[float, int]] = []
         """A heap; groups that have left stay in it for a while (`_forget_deadlines`)."""
 

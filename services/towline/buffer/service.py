@@ -35,7 +35,7 @@ class BufferService(Service):
         self._queues = Queues(bus, self.metrics)
         self.metrics.show_histogram(
             "trained_sample_staleness_depths", "Staleness of the standing batches' samples, in depths",
-            lambda: self._leader.state.totals().staleness, STALENESS_BUCKETS,
+            lambda: self._leader.state.totals.staleness, STALENESS_BUCKETS,
         )  # fmt: skip
 
     async def run(self) -> None:

@@ -176,11 +176,12 @@ class State(Outcomes):
             group.pack()
         self.next_depth = depth + 1
         self.resampled = self.unjudged = 0
-        self.batches[depth] = Batch(
+        batch = self.batches[depth] = Batch(
             record.epoch, depth, sequence, tuple(numbers), len(record.rows), staleness, tokens, token_staleness,
             len(over), sum(over.values()), sum(record.rows[place].policy_tokens for place in over),
             max((depth - record.rows[place].least_depth for place in over), default=0),
         )  # fmt: skip
+        self.totals.add(batch)
 
     def _drop(self, record: DropRecord) -> None:
         group = self.groups.get(record.group)
@@ -248,6 +249,7 @@ class State(Outcomes):
                 group.batch = None
                 group.unpack()
                 self.enter(group)
+        self.totals = self.counted()
         for number in self.open_train:
             for index, sample in enumerate(self.groups[number].samples):
                 if sample is not None and sample.scored is None and sample.not_before_depth > record.depth:
@@ -272,8 +274,8 @@ class State(Outcomes):
         self.final.add(batch)
         self.final_sequence = max(self.final_sequence, batch.sequence)
 
-    def totals(self) -> Totals:
-        """Sums over all batches that stand."""
+    def counted(self) -> Totals:
+        """`totals`, batch by batch."""
         found = self.final.copy()
         for batch in self.batches.values():
             found.add(batch)

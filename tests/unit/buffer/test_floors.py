@@ -67,11 +67,11 @@ def test_without_a_checkpoint_everything_trained_stays() -> None:
 def test_a_state_forgets_the_groups_of_final_batches_and_keeps_the_figures() -> None:
     world = started(steps=20, groups_per_batch=2)
     trained(world, 8)
-    before, totals = len(world.state.groups), world.state.totals()
+    before, totals = len(world.state.groups), world.state.counted()
     assert totals.samples == 8 * 4
     release(world, 6)
     assert before - len(world.state.groups) == 6 * 2
-    assert world.state.totals() == totals
+    assert world.state.totals == world.state.counted() == totals
     assert world.state.final.batches == 6
     assert list(world.state.batches) == [6, 7]
     assert dump(world.rebuilt()) == dump(world.state)

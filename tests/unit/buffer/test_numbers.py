@@ -126,11 +126,11 @@ def test_rules_come_from_the_settings_and_the_model() -> None:
 
 def test_staleness_figures_are_of_the_samples() -> None:
     state = State()
-    assert staleness(state.totals().staleness) == {"mean": 0.0, "p99": 0, "max": 0}
+    assert staleness(state.counted().staleness) == {"mean": 0.0, "p99": 0, "max": 0}
     state.batches = {0: Batch(1, 0, 1, (0,), 990, {0: 990}), 1: Batch(1, 1, 2, (1,), 10, {2: 10})}
-    assert staleness(state.totals().staleness) == {"mean": 0.02, "p99": 0, "max": 2}
+    assert staleness(state.counted().staleness) == {"mean": 0.02, "p99": 0, "max": 2}
     state.batches[2] = Batch(1, 2, 3, (2,), 1, {1: 1})
-    assert staleness(state.totals().staleness)["p99"] == 1
+    assert staleness(state.counted().staleness)["p99"] == 1
 
 
 def test_figures_add_up_at_every_moment() -> None:

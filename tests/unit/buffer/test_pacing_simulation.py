@@ -182,7 +182,7 @@ def test_whatever_the_durations_band_and_bound_hold_and_nothing_is_lost(stalenes
     assert seen.most_waiting <= (1 + staleness) * site.per_batch
     assert max(seen.staleness) <= staleness
     assert set(state.dropped) <= {"stale", "end_of_run"}
-    trained = state.totals().samples
+    trained = state.totals.samples
     assert state.admitted == trained + sum(state.dropped.values())
     assert trained == site.steps * site.per_batch * GROUP
 

@@ -24,7 +24,7 @@ from unit.buffer.world import World, rules
 
 EXTERNALS = (-1, -2, -3)
 INDEXES = ("complete", "open_train", "failing", "doomed", "stranded", "surplus", "by_version", "eval_scores",
-           "flat", "requeue", "whole_offers", "offered_by")  # fmt: skip
+           "flat", "requeue", "whole_offers", "offered_by", "totals")  # fmt: skip
 
 
 class BufferMachine(RuleBasedStateMachine):
@@ -214,13 +214,28 @@ class BufferMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.view.depth > 0)
     @rule(back=st.sampled_from([1, 1, 1, 2, 3]))
     def a_trainer_opens(self, back: int) -> None:
-        self.world.open(base=self.world.lineage.path()[-back:][0])
+        base = self.world.lineage.path()[-back:][0]
+        if self.world.lineage.depth(base) >= self.world.state.floor_depth:
+            self.world.open(base=base)
 
     @precondition(lambda self: self.world.view.depth > 2)
     @rule()
     def the_head_is_quarantined(self) -> None:
-        self.world.quarantine(self.world.lineage.latest)
-        self.world.open()
+        line = self.world.lineage
+        if line.depth(line.path()[-2]) >= self.world.state.floor_depth:
+            self.world.quarantine(line.latest)
+            self.world.open()
+
+    @precondition(lambda self: self.world.view.depth > 1)
+    @rule(kept=st.integers(1, 3))
+    def a_snapshot_makes_batches_final(self, kept: int) -> None:
+        depth = max(self.world.view.depth - kept, self.world.state.floor_depth)
+        self.world.append(control.SnapshotRecord(writer="", blob=b"b" * 16, covers=0, outcome_cursor=0, floor_depth=depth))
+
+    @invariant()
+    def sums_are_of_what_stands(self) -> None:
+        if hasattr(self, "world"):
+            assert self.world.state.totals == self.world.state.counted()
 
     @invariant()
     def a_rebuilt_buffer_is_equal(self) -> None:
