@@ -64,6 +64,10 @@ class Daemon(ABC):
         """What stands in the state file beside pid and ports, made once for a folder."""
         return {}
 
+    def _litter(self, state: dict[str, Any]) -> list[Path]:
+        """Files outside `folder` that a killed server leaves behind."""
+        return []
+
     @property
     def state(self) -> dict[str, Any]:
         """The state file; `MissingError` where this folder never had a server."""
@@ -94,7 +98,7 @@ class Daemon(ABC):
                 except UnavailableError:
                     self._end()
                     # A port may have been taken between the look and the start: look again.
-                    if attempt == _ATTEMPTS or _all_free(state["ports"].values(), self.grpc_twins):
+                    if attempt == _ATTEMPTS or all_free(state["ports"].values(), self.grpc_twins):
                         raise
                 else:
                     return
@@ -153,7 +157,7 @@ class Daemon(ABC):
         except MissingError:
             state = self._new_state()
         ports = state.get("ports", {})
-        if set(ports) != set(self.port_names) or not _all_free(ports.values(), self.grpc_twins, patience_seconds=2.0):
+        if set(ports) != set(self.port_names) or not all_free(ports.values(), self.grpc_twins, patience_seconds=2.0):
             state["ports"] = dict(zip(self.port_names, free_ports(len(self.port_names), self.grpc_twins), strict=True))
         return state
 
@@ -194,14 +198,16 @@ class Daemon(ABC):
 
     def _end(self) -> None:
         process = self._process()
-        if process is None:
-            return
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGTERM)
-        if not self._wait_gone(process, self.stop_seconds):
+        if process is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-            self._wait_gone(process, 10.0)
+                process.send_signal(signal.SIGTERM)
+            if not self._wait_gone(process, self.stop_seconds):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+                self._wait_gone(process, 10.0)
+        with contextlib.suppress(MissingError, OSError):
+            for path in self._litter(self.state):
+                path.unlink(missing_ok=True)
 
     def _wait_gone(self, process: psutil.Process, seconds: float) -> bool:
         try:
@@ -237,14 +243,14 @@ def free_ports(count: int, grpc_twins: bool = False) -> list[int]:
     chosen: list[int] = []
     for _ in range(_PORT_DRAWS):
         port = random.randint(FIRST_PORT, LAST_PORT)
-        if port not in chosen and _all_free([port], grpc_twins):
+        if port not in chosen and all_free([port], grpc_twins):
             chosen.append(port)
             if len(chosen) == count:
                 return chosen
     raise UnavailableError(f"no {count} free ports from {FIRST_PORT} to {LAST_PORT} on {HOST}", code="ports")
 
 
-def _all_free(ports: Any, grpc_twins: bool, patience_seconds: float = 0.0) -> bool:
+def all_free(ports: Any, grpc_twins: bool, patience_seconds: float = 0.0) -> bool:
     """Whether every port can be bound. A killed server's sockets may need a moment: wait up to `patience_seconds`."""
     wanted = [port + offset for port in ports for offset in ((0, GRPC_OFFSET) if grpc_twins else (0,))]
     deadline = time.monotonic() + patience_seconds

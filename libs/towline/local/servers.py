@@ -19,7 +19,7 @@ from towline.access.credentials import KeyPair, bus_users, store_keys
 from towline.access.nats_config import authorization_config
 from towline.access.roles import ROLES
 from towline.config import BusSettings, StoreSettings
-from towline.local.daemon import HOST, Daemon, executable
+from towline.local.daemon import GRPC_OFFSET, HOST, Daemon, all_free, executable
 from towline.runtime.files import write_private
 
 MAX_PAYLOAD_BYTES = 8 << 20
@@ -152,6 +152,13 @@ class S3Server(Daemon):
     def _environment(self, state: dict[str, Any]) -> dict[str, str]:
         own = {"AWS_ACCESS_KEY_ID": state["access_key"], "AWS_SECRET_ACCESS_KEY": state["secret_key"]}
         return {"GOMEMLIMIT": S3_MEMORY_LIMIT, **({} if state["runs"] else own)}
+
+    def _litter(self, state: dict[str, Any]) -> list[Path]:
+        """Its gRPC servers' sockets, whose folder can't be chosen. Ports that others have by now are theirs."""
+        if not all_free(state["ports"].values(), self.grpc_twins):
+            return []
+        ports = {name: port + GRPC_OFFSET for name, port in state["ports"].items()}
+        return [Path(f"/tmp/seaweedfs-{name}-grpc-{port}.sock") for name, port in ports.items()]
 
     def _ready(self, state: dict[str, Any]) -> bool:
         address = f"{HOST}:{state['ports']['s3']}"

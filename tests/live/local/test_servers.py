@@ -66,6 +66,23 @@ def test_s3_moves_to_other_ports_with_its_data_when_its_own_are_taken(s3: S3Serv
         client.put_object("weights", "new", io.BytesIO(b"new"), 3)
 
 
+def test_a_killed_s3_server_that_is_stopped_leaves_no_sockets(tmp_path: Path) -> None:
+    server = S3Server(tmp_path / "s3")
+    server.start()
+    ports = [port + GRPC_OFFSET for port in server.state["ports"].values()]
+
+    def sockets() -> list[Path]:
+        return [path for port in ports for path in Path("/tmp").glob(f"seaweedfs-*-grpc-{port}.sock")]
+
+    try:
+        assert len(sockets()) >= 4
+        server.kill()
+        assert sockets()
+    finally:
+        server.stop()
+    assert not sockets()
+
+
 def test_the_s3_key_is_readable_by_its_owner_alone(s3: S3Server) -> None:
     assert (s3.folder / "s3-server.json").stat().st_mode & 0o077 == 0
 
