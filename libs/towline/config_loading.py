@@ -65,6 +65,8 @@ def read_toml(path: Path, wanted: str = "give a run's TOML file") -> dict[str, A
 def import_object(path: str, setting: str) -> Any:
     """What `module:name` names; `UsageError` says which setting is wrong and why."""
     module, _, name = path.partition(":")
+    if not module or not name:
+        raise UsageError(f"{setting} = {path!r}: write an import path as module:name, like my_task:reward", code="import")
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:

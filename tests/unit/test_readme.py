@@ -37,7 +37,7 @@ def settings(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "my_task", raising=False)
     (tmp_path / "my_task.py").write_text(block("from towline.contract.task", "Every key"))
-    (tmp_path / "run.toml").write_text('[run]\nname = "readme"\n' + block("[model]", "where my_task.py"))
+    (tmp_path / "run.toml").write_text(block("[run]", "where my_task.py"))
     yield load_settings(tmp_path / "run.toml")
     sys.modules.pop("my_task", None)
 
