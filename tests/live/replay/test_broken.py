@@ -38,7 +38,7 @@ def without(name: str) -> Callable[[Path], object]:
         (without("streams/outcome.frames"), CorruptError, "names no streams/outcome.frames; export the bundle again"),
         (without("store/small/log/00000003.json"), CorruptError, "LOG ends with entry 2, and the manifest says"),
         (without("store/small/log"), CorruptError, "LOG ends with entry -1, and the manifest says"),
-        (lambda bundle: (bundle / "manifest.json").unlink(), UsageError, "no bundle, which has a manifest.json, and no run.s name"),
+        (lambda bundle: (bundle / "manifest.json").unlink(), UsageError, "no bundle, which has a manifest.json"),
         (lambda bundle: (bundle / "manifest.json").write_bytes(b"{"), CorruptError, "manifest.json can't be read"),
         (
             lambda bundle: (bundle / "streams" / "trajectory.frames").write_bytes(b"\0" * 99),
