@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from towline.access import roles
-from towline.bus.sites import GATHERED, KEPT_SMALL, MIRRORED, domain_api, stream_of, sync_name
+from towline.bus.sites import GATHERED, KEPT_SMALL, MIRRORED, domain_api, stream_of, sync_name, sync_names
 from towline.bus.topology import (
     ACKS,
     BUCKETS,
@@ -169,14 +169,20 @@ class _Grants:
                 self.manage(stream_of(self.topology, spec), sync_name(site), "CREATE", "INFO")
 
     def keep_sites(self) -> None:
-        """Over the sites' connections: take away there what home needs no more, and fit their lane to their replicas."""
+        """Over the sites' connections: take away there what home needs no more, fit their lane to their replicas, and have what a
+        site makes under old numbers taken in by another consumer."""
         lane = self.topology.lane_consumer(TRAIN, 1)
         for site in self.topology.sites:
             for spec in KEPT_SMALL:
                 for verb in ("INFO", "PURGE"):
                     self.send(f"{domain_api(site)}.STREAM.{verb}.{self.topology.stream(spec)}")
-                if spec in GATHERED:
-                    self.send(f"{domain_api(site)}.CONSUMER.INFO.{self.topology.stream(spec)}.{sync_name(site)}")
+            for gathered in GATHERED:
+                stream = stream_of(self.topology, gathered)
+                self.send(*(f"{domain_api(site)}.STREAM.{verb}.{stream}" for verb in ("INFO", "MSG.GET")))
+                for name in sync_names(site):
+                    self.send(*(f"{domain_api(site)}.CONSUMER.{verb}.{stream}.{name}" for verb in ("INFO", "CREATE")))
+                self._api("STREAM.UPDATE", stream)
+                self._read(stream)
             for verb in ("INFO", "CREATE"):
                 self.send(f"{domain_api(site)}.CONSUMER.{verb}.{lane.stream}.{lane.durable}")
 
@@ -199,8 +205,10 @@ class _Grants:
         for spec in shared_consumers(self.topology):
             if spec.stream == stream:
                 self._deny(stream, spec.durable)
+        taken_in = any(stream == stream_of(self.topology, spec) for spec in GATHERED)
         for site in self.topology.sites:
-            self._deny(stream, sync_name(site))
+            for name in sync_names(site) if taken_in else (sync_name(site),):
+                self._deny(stream, name)
 
     def _deny(self, stream: str, durable: str) -> None:
         for verb in ("CREATE", "MSG.NEXT", "DELETE"):

@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 
 from towline.bus.connection import Connection
+from towline.bus.jetstream import stored
 from towline.bus.pages import paged_subjects
 from towline.bus.sites import domain_api
 from towline.bus.topology import ConsumerSpec
-from towline.bus.wire import NOT_FOUND, ApiError, answer
+from towline.bus.wire import NOT_FOUND, ApiError, Message, answer
 from towline.errors import UnavailableError
 
 SECONDS = 5.0
@@ -65,6 +66,11 @@ class Across:
         """The stream's sequence up to which whoever reads by the consumer has said that it has all; 0 where it isn't there."""
         info = await self.call(f"CONSUMER.INFO.{stream}.{durable}")
         return 0 if info is None else int(info["ack_floor"]["stream_seq"])
+
+    async def message(self, stream: str, sequence: int) -> Message | None:
+        """As it stands, a payload that is a blob isn't fetched; None where there is none."""
+        found = await self.call(f"STREAM.MSG.GET.{stream}", {"seq": sequence})
+        return None if found is None else stored(found["message"])
 
     async def fit(self, spec: ConsumerSpec) -> bool:
         """Give the consumer `spec`'s max_ack_pending and ack wait, if it's there; whether that changed it."""

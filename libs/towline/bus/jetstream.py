@@ -107,14 +107,7 @@ class JetStream:
             if error.code == NOT_FOUND:
                 return None
             raise error.translated(f"read {stream}") from None
-        message = content["message"]
-        return Message(
-            subject=message["subject"],
-            sequence=message["seq"],
-            data=base64.b64decode(message.get("data", "")),
-            headers=_headers(base64.b64decode(message["hdrs"])) if "hdrs" in message else {},
-            at=timestamp(message["time"]),
-        )
+        return stored(content["message"])
 
     async def get_direct(self, stream: str, sequence: int) -> Message | None:
         """DIRECT.GET: what any of the stream's servers has, in one short round trip. It may lag: None isn't the last word."""
@@ -253,6 +246,17 @@ class JetStream:
             "allow_rollup_hdrs": True,
             "deny_delete": True,
         }
+
+
+def stored(message: dict[str, Any]) -> Message:
+    """What STREAM.MSG.GET answers with."""
+    return Message(
+        subject=message["subject"],
+        sequence=message["seq"],
+        data=base64.b64decode(message.get("data", "")),
+        headers=_headers(base64.b64decode(message["hdrs"])) if "hdrs" in message else {},
+        at=timestamp(message["time"]),
+    )
 
 
 def _headers(block: bytes) -> dict[str, str]:

@@ -9,35 +9,66 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from typing import NamedTuple
 
 from nats.aio.msg import Msg
 
 from towline.bus.jetstream import JetStream
 from towline.bus.read import OrderedReader
 from towline.bus.sites import domain_api
+from towline.bus.wire import Message
 
 SOURCE = "Nats-Stream-Source"
 _DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _HASH_LENGTH = 8
 
 
-async def newest_taken(
+class Way(NamedTuple):
+    """By which consumer, and from which stream of its name, home takes in: sequences of one way are of one numbering."""
+
+    consumer: str
+    """The short hash of its name."""
+    stream: str
+    """The short hash of the stream's creation time; "" where nats-server is too old to say it."""
+
+    def fits(self, other: Way) -> bool:
+        return self.consumer == other.consumer and (self.stream == other.stream or not self.stream)
+
+
+class Origin(NamedTuple):
+    """Where a home message came from: the site, the way, and the message's subject and sequence there."""
+
+    site: str
+    way: Way
+    sequence: int
+    subject: str
+
+
+async def origins(
     jetstream: JetStream, stream: str, sites: Sequence[str], *, start: int, end: int | None = None
-) -> tuple[dict[str, int], int]:
-    """Site -> its highest sequence among home's messages [start, end), without their data; and the first sequence not read."""
+) -> AsyncGenerator[tuple[Message, Origin | None], None]:
+    """Home's messages [start, end), without their data; None for what didn't come from one of the sites."""
     by_hash = {api_hash(domain_api(site)): site for site in sites}
-    found: dict[str, int] = {}
-    after = start
     reader = _Headers(jetstream, stream, None, start=start, follow=False, headers_only=True)
     async with contextlib.aclosing(reader.messages()) as messages:
         async for message in messages:
             if end is not None and message.sequence >= end:
-                break
+                return
+            yield message, _origin(message.headers.get(SOURCE, ""), by_hash)
+
+
+async def newest_taken(
+    jetstream: JetStream, stream: str, sites: Sequence[str], *, start: int, end: int | None = None
+) -> tuple[dict[str, int], int]:
+    """Site -> its highest sequence among home's messages [start, end), without their data; and the first sequence not read."""
+    found: dict[str, int] = {}
+    after = start
+    async with contextlib.aclosing(origins(jetstream, stream, sites, start=start, end=end)) as messages:
+        async for message, origin in messages:
             after = message.sequence + 1
-            if (origin := parse_source(message.headers.get(SOURCE, ""))) is not None and origin[0] in by_hash:
-                site = by_hash[origin[0]]
-                found[site] = max(found.get(site, 0), origin[1])
+            if origin is not None:
+                found[origin.site] = max(found.get(origin.site, 0), origin.sequence)
     return found, after
 
 
@@ -52,6 +83,21 @@ def parse_source(header: str) -> tuple[str, int] | None:
     if len(words) < 2 or len(parts) < 2 or not words[1].isdigit():
         return None
     return parts[1], int(words[1])
+
+
+def _origin(header: str, by_hash: dict[str, str]) -> Origin | None:
+    place = parse_source(header)
+    if place is None or place[0] not in by_hash:
+        return None
+    words = header.split(" ")
+    consumer = next((part.removeprefix("C=") for part in words[0].split(":")[2:] if part.startswith("C=")), "")
+    subject, stream = [*words[4:], "", ""][:2]
+    return Origin(by_hash[place[0]], Way(consumer, stream), place[1], subject)
+
+
+def way_of(consumer: str, created: str) -> Way:
+    """`created`: of the site's stream, as the server writes it."""
+    return Way(api_hash(consumer), api_hash(created))
 
 
 def api_hash(prefix: str) -> str:

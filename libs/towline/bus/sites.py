@@ -8,7 +8,7 @@ connection is up. Subjects that both sides' streams capture, and acks, never cro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from towline.bus.topology import (
@@ -41,6 +41,9 @@ SITE_STREAMS = (*MIRRORED, *(spec for spec in STREAMS if spec in GATHERED), *OWN
 SITE_BUCKETS = tuple(bucket for bucket in BUCKETS if bucket in GATHERED)
 
 
+SYNC_RENEWALS = 4
+"""How often a stream of a site can be taken in by a new consumer. Each has a name of its own: home's server remembers for each
+name how far it was, and takes nothing below that."""
 SYNC_WINDOW = 8192
 """Messages that may be on their way over a site's connection, of one stream, before what has arrived is confirmed."""
 _NANOSECONDS = 1_000_000_000
@@ -88,7 +91,37 @@ def syncs(topology: Topology, spec: StreamSpec | BucketSpec) -> list[dict[str, A
 
 
 def sync_name(site: str) -> str:
+    """The consumer that `init` makes."""
     return f"sync-{site}"
+
+
+def sync_names(site: str) -> tuple[str, ...]:
+    """It and those that may follow it. No site's name has an underscore."""
+    return (sync_name(site), *(f"{sync_name(site)}_{number}" for number in range(1, SYNC_RENEWALS + 1)))
+
+
+def taken_by(config: Mapping[str, Any], site: str) -> str | None:
+    """The consumer by which home's stream, configured so, takes the site's in; None where it's by none."""
+    for source in config.get("sources") or ():
+        if _whose(source)[1] == domain_api(site):
+            name = (source.get("consumer") or {}).get("name")
+            return str(name) if name else None
+    return None
+
+
+def taking_by(config: dict[str, Any], site: str, consumer: str) -> dict[str, Any]:
+    """The configuration of home's stream, with the site's taken in by another consumer."""
+    by = {"name": consumer, "deliver_subject": _way(config["name"], site, consumer)}
+    sources = [source | {"consumer": by} if _whose(source)[1] == domain_api(site) else source for source in config["sources"]]
+    return config | {"sources": sources}
+
+
+def renewed_sync(stream: str, site: str, consumer: str, start: int) -> dict[str, Any]:
+    """One of the consumers that may follow the first, which begins at the sequence `start`."""
+    config = _sync(stream, site) | {
+        "name": consumer, "durable_name": consumer, "deliver_subject": _way(stream, site, consumer),
+    }  # fmt: skip
+    return config | ({"deliver_policy": "by_start_sequence", "opt_start_seq": start} if start > 1 else {})
 
 
 def stream_of(topology: Topology, spec: StreamSpec | BucketSpec) -> str:
@@ -103,9 +136,10 @@ def _sync(stream: str, site: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _way(stream: str, site: str) -> str:
-    """The subject on which the stream's messages go over the site's connection. No stream has it."""
-    return f"towline.sync.{stream}.{site}"
+def _way(stream: str, site: str, consumer: str = "") -> str:
+    """The subject on which the stream's messages go over the site's connection, by the first consumer or one that followed it.
+    No stream has it."""
+    return f"towline.sync.{stream}.{site}{consumer.removeprefix(sync_name(site))}"
 
 
 def _from(name: str, domain: str, site: str) -> dict[str, Any]:

@@ -2,26 +2,29 @@
 
 A site decides nothing, so what may go there follows from home's state. Of the site's own streams goes what home has taken in and
 has purged itself, or of DEAD what home has taken in: its sequence at the site stands in home's message. But a site that lost its
-disk counts from 1 again; so the consumer that home takes in by has the last word, which is as old as the site's stream and knows
-what of it home has confirmed. Of its copy of CONTROL goes what home's has purged. While the line is cut nothing goes, and nothing
-needs to: no floor ever sinks.
+disk counts from 1 again, and one that lost its last writes gives their numbers to others. So a look comes first at whether the
+site has under its numbers what home took in (tails.py), and nothing goes that this look hasn't found the same. Of its copy of
+CONTROL goes what home's has purged. A copy that lost its last records never gets them: samples that only they told of are issued
+again. While the line is cut nothing goes, and nothing needs to.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator
 
 import structlog
 
 from towline.buffer.leftovers import is_closed
 from towline.buffer.presence import Presence
 from towline.buffer.state import State
+from towline.buffer.tails import Compared, Regressed, Spec, Tails
 from towline.bus.across import Across
 from towline.bus.client import Bus
-from towline.bus.origins import newest_taken
-from towline.bus.sites import sync_name
-from towline.bus.topology import CONTROL, DEAD, PARTIAL, StreamSpec
+from towline.bus.origins import Way, origins
+from towline.bus.sites import GATHERED
+from towline.bus.topology import CONTROL, DEAD, PARTIAL, TRAJECTORY, StreamSpec
 from towline.contract.task import TRAIN
 from towline.errors import InvariantError, MissingError, UnavailableError, UsageError
 
@@ -30,25 +33,30 @@ FAR_SECONDS = 10.0
 
 
 class Taken:
-    """What of each site's streams home has taken in and needs no more: (site, stream) -> the highest sequence there."""
+    """What of each site's streams home has taken in and needs no more: the highest sequence there, of each way."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._newest: dict[tuple[str, StreamSpec], int] = {}
+        self._newest: dict[tuple[str, StreamSpec, Way], int] = {}
 
     async def note(self, spec: StreamSpec, start: int, end: int | None = None) -> int:
         """Home's messages [start, end) of the stream are needed no more; the first sequence that wasn't looked at."""
         sites = self._bus.topology.sites
         if not sites:
             return start
-        stream = self._bus.topology.stream(spec)
-        found, after = await newest_taken(self._bus.jetstream, stream, sites, start=start, end=end)
-        for site, sequence in found.items():
-            self._newest[site, spec] = max(self._newest.get((site, spec), 0), sequence)
+        stream, after = self._bus.topology.stream(spec), start
+        async with contextlib.aclosing(origins(self._bus.jetstream, stream, sites, start=start, end=end)) as messages:
+            async for message, origin in messages:
+                after = message.sequence + 1
+                if origin is not None:
+                    key = origin.site, spec, origin.way
+                    self._newest[key] = max(self._newest.get(key, 0), origin.sequence)
         return after
 
-    def of(self, site: str) -> Mapping[StreamSpec, int]:
-        return {spec: sequence for (whose, spec), sequence in self._newest.items() if whose == site}
+    def of(self, site: str, spec: StreamSpec, way: Way) -> int:
+        """0 where nothing is known."""
+        found = (sequence for key, sequence in self._newest.items() if key[:2] == (site, spec) and key[2].fits(way))
+        return max(found, default=0)
 
 
 class FarKeeper:
@@ -69,11 +77,18 @@ class FarKeeper:
         self._names = bus.topology
         self._state, self._presence = state, presence
         self._taken, self._control_floor = taken, control_floor
+        self._tails = Tails(bus)
         self._ack_wait_seconds = ack_wait_seconds
         self._keep_history = keep_history
         self._dead_next = 1
         self._away: set[str] = set()
+        self._troubles: dict[tuple[str, str], str] = {}
         self._say = structlog.get_logger("towline.buffer.far")
+
+    @property
+    def trouble(self) -> str:
+        """A named state, `name: what it means`: of a site that lost messages, until all that it has is taken in again."""
+        return next(iter(self._troubles.values()), "")
 
     async def run(self) -> None:
         while True:
@@ -89,14 +104,21 @@ class FarKeeper:
                 self._dead_next = 1
             except (UnavailableError, MissingError) as error:
                 self._say.warning("dead_unread", reason=error.message)
+        try:
+            for spec in GATHERED:
+                await self._tails.read(spec)
+        except (UnavailableError, UsageError, MissingError) as error:  # what isn't known isn't purged
+            self._say.warning("taken_unread", reason=error.message)
         await asyncio.gather(*(self._visit(site) for site in self._names.sites))
 
     async def _visit(self, site: str) -> None:
         across = Across(self._bus.connection, site)
         try:
             await self._fit_lane(across)
+            found = await self._compare(across)
+            await self._issue_again(across)
             if not self._keep_history:
-                await self._purge(across)
+                await self._purge(across, found)
             await self._sweep_partials(across)
         except (UnavailableError, UsageError) as error:  # the latter: a bus whose users were made without this site
             if site not in self._away:  # once for each cut
@@ -107,6 +129,57 @@ class FarKeeper:
             self._away.discard(site)
             self._say.info("site_back", site=site)
 
+    async def _compare(self, across: Across) -> dict[Spec, Compared]:
+        """What of the site's streams is what home took in of them; without those of which that can't be told."""
+        looked = await asyncio.gather(*(self._look(across, spec) for spec in GATHERED))
+        return {spec: found for spec, found in zip(GATHERED, looked, strict=True) if found is not None}
+
+    async def _look(self, across: Across, spec: Spec) -> Compared | None:
+        key = across.domain, spec.key
+        found = None
+        try:
+            found = await self._tails.look(across, spec)
+            trouble = ""
+            if found is not None and found.regressed:
+                trouble = f"site_regressed: {spec.key} at {across.domain} lost messages; what it has now is being taken in"
+        except Regressed as error:
+            trouble = f"site_regressed: {error.message}"
+        except UsageError as error:
+            trouble = (
+                f"site_unchecked: {spec.key} at {across.domain} can't be compared with what home took in, and isn't purged "
+                f"({error.message}): write the bus's users anew by `towline access nats`"
+            )
+        except MissingError:  # home has no such stream
+            trouble = ""
+        if trouble and self._troubles.get(key) != trouble:
+            self._say.error(trouble.partition(":")[0], site=across.domain, stream=spec.key, reason=trouble.partition(": ")[2])
+        if trouble:
+            self._troubles[key] = trouble
+        else:
+            self._troubles.pop(key, None)
+        return found
+
+    async def _issue_again(self, across: Across) -> None:
+        """A mirror that lost its last records goes on after what home had sent it: their tasks are nowhere at the site."""
+        stream = self._names.stream(CONTROL)
+        info = await across.call(f"STREAM.INFO.{stream}")
+        if info is None or not info["state"].get("num_deleted"):
+            return
+        info = await across.call(f"STREAM.INFO.{stream}", {"deleted_details": True})
+        gone = frozenset() if info is None else frozenset(info["state"].get("deleted") or ())
+        state, again = self._state(), 0
+        for number, index, sequence in list(_told_by(state, across.domain, gone)):
+            query = {"last_by_subj": self._names.trajectory(number, index)}
+            if await self._bus.jetstream.get_from_leader(self._names.stream(TRAJECTORY), query) is not None:
+                continue
+            group = state.groups.get(number)
+            sample = group.samples[index] if group is not None and group.batch is None else None
+            if sample is not None and sample.scored is None and sample.task_sequence == sequence:
+                state.lost[number, index] = None
+                again += 1
+        if again:
+            self._say.error("site_regressed", site=across.domain, stream=stream, issued_again=again)
+
     async def _fit_lane(self, across: Across) -> None:
         """Nothing is known of a site that isn't heard of: its lane stays as it was."""
         slots = self._presence().slots.get(across.domain, 0)
@@ -116,11 +189,14 @@ class FarKeeper:
         if await across.fit(spec):
             self._say.info("lane_fitted", site=across.domain, slots=slots, max_ack_pending=spec.max_ack_pending)
 
-    async def _purge(self, across: Across) -> None:
+    async def _purge(self, across: Across, found: dict[Spec, Compared]) -> None:
         floors = {CONTROL: self._control_floor()}
-        for spec, sequence in self._taken.of(across.domain).items():
-            confirmed = await across.confirmed(self._names.stream(spec), sync_name(across.domain))
-            floors[spec] = min(sequence, confirmed) + 1
+        for spec, compared in found.items():
+            if not isinstance(spec, StreamSpec):
+                continue  # a bucket's entries replace each other, or expire
+            if sequence := min(self._taken.of(across.domain, spec, compared.way), compared.same):
+                confirmed = await across.confirmed(self._names.stream(spec), compared.consumer)
+                floors[spec] = min(sequence, confirmed) + 1
         for spec, floor in floors.items():
             if gone := await across.purge_below(self._names.stream(spec), floor):
                 self._say.info("purged", site=across.domain, stream=spec.key, below=floor, messages=gone)
@@ -131,3 +207,13 @@ class FarKeeper:
         subjects = [self._names.relative(found) for found in await across.subjects(stream, self._names.subject("partial.>"))]
         for group in sorted({subject.split(".")[1] for subject in subjects if is_closed(state, subject)}):
             await across.purge_subject(stream, self._names.subject(f"partial.{group}.*"))
+
+
+def _told_by(state: State, site: str, sequences: frozenset[int]) -> Iterator[tuple[int, int, int]]:
+    """(group, sample, task sequence) of what the site's workers were told of by these records, and hasn't been scored."""
+    for group in state.groups.values():
+        if group.batch is not None:
+            continue
+        for index, sample in enumerate(group.samples):
+            if sample is not None and sample.scored is None and sample.site == site and sample.task_sequence in sequences:
+                yield group.number, index, sample.task_sequence

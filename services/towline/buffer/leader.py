@@ -318,7 +318,8 @@ class Leader:
         await self._look_at_streams()
         await self.fleet.refresh(self.state.open_eval)
         self._waiting.look(view)
-        self._tell(self._no_room() or waiting_for(view, self.fleet, batch_waits_seconds=self._waiting.batch_seconds))
+        waiting = waiting_for(view, self.fleet, batch_waits_seconds=self._waiting.batch_seconds)
+        self._tell(self._no_room() or waiting or self.far.trouble)
 
     def waiting(self) -> dict[str, float]:
         """waiting.py's figures."""

@@ -21,7 +21,7 @@ from towline.buffer.presence import Presence
 from towline.buffer.state import State
 from towline.bus.across import Across
 from towline.bus.client import Bus
-from towline.bus.origins import newest_taken
+from towline.bus.origins import newest_taken, way_of
 from towline.bus.topology import CONTROL, DEAD, PARTIAL, REPLICAS, TRAJECTORY, StreamSpec
 from towline.config import StoreSettings
 from towline.contract.codec import digest, encode
@@ -56,8 +56,10 @@ async def subjects(bus: Bus, spec: StreamSpec) -> list[str]:
     return [bus.topology.relative(message.subject) async for message in bus.read(spec, follow=False)]
 
 
-def keeper(bus: Bus, taken: Taken, *, slots: int = 0, next_group: int = 0, control_floor: int = 1) -> FarKeeper:
-    state = State()
+def keeper(
+    bus: Bus, taken: Taken, *, slots: int = 0, next_group: int = 0, control_floor: int = 1, state: State | None = None
+) -> FarKeeper:
+    state = state or State()
     state.next_group = next_group
     return FarKeeper(
         bus, lambda: state, lambda: Presence({SITE: slots}), taken, lambda: control_floor, ack_wait_seconds=3.0,
@@ -77,7 +79,9 @@ async def test_the_site_keeps_what_home_keeps_and_what_home_has_not_got(two: Pai
             await count(buffer, TRAJECTORY, 2 * number + 1)
             await home.create(names.trajectory(number, 1), b"home's %d" % number)
         assert await taken.note(TRAJECTORY, 1, 8) == 8  # home's first seven: the site's 0 to 3, three of its own
-        assert taken.of(SITE) == {TRAJECTORY: 4}
+        created = (await far.stream_state(TRAJECTORY)).created_at
+        assert taken.of(SITE, TRAJECTORY, way_of(f"sync-{SITE}", created)) == 4
+        assert taken.of(SITE, TRAJECTORY, way_of(f"sync-{SITE}_1", created)) == 0
         await purge(buffer, TRAJECTORY, 8)
         two.cut()
         await site.create(names.trajectory(8, 0), b"made while cut")
