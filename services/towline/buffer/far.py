@@ -24,9 +24,10 @@ from towline.bus.across import Across
 from towline.bus.client import Bus
 from towline.bus.origins import Way, origins
 from towline.bus.sites import GATHERED
-from towline.bus.topology import CONTROL, DEAD, PARTIAL, TRAJECTORY, StreamSpec
+from towline.bus.topology import CONTROL, DEAD, OUTCOME, PARTIAL, TRAJECTORY, StreamSpec
+from towline.contract.outcome import decode_outcome
 from towline.contract.task import TRAIN
-from towline.errors import InvariantError, MissingError, UnavailableError, UsageError
+from towline.errors import InvariantError, MalformedError, MissingError, UnavailableError, UsageError
 
 FAR_SECONDS = 10.0
 """Between rounds."""
@@ -81,6 +82,7 @@ class FarKeeper:
         self._ack_wait_seconds = ack_wait_seconds
         self._keep_history = keep_history
         self._dead_next = 1
+        self._met: set[str] = set()
         self._away: set[str] = set()
         self._troubles: dict[tuple[str, str], str] = {}
         self._say = structlog.get_logger("towline.buffer.far")
@@ -116,7 +118,10 @@ class FarKeeper:
         try:
             await self._fit_lane(across)
             found = await self._compare(across)
-            await self._issue_again(across)
+            doubtful = site not in self._met or site in self._away or any(one.regressed for one in found.values())
+            with contextlib.suppress(UsageError):  # users without these rights: said as site_unchecked
+                await self._issue_again(across, acked=doubtful)
+            self._met.add(site)
             if not self._keep_history:
                 await self._purge(across, found)
             await self._sweep_partials(across)
@@ -159,18 +164,21 @@ class FarKeeper:
             self._troubles.pop(key, None)
         return found
 
-    async def _issue_again(self, across: Across) -> None:
-        """A mirror that lost its last records goes on after what home had sent it: their tasks are nowhere at the site."""
-        stream = self._names.stream(CONTROL)
-        info = await across.call(f"STREAM.INFO.{stream}")
-        if info is None or not info["state"].get("num_deleted"):
+    async def _issue_again(self, across: Across, *, acked: bool) -> None:
+        """What only records told the site of that it has lost: a mirror goes on after what home had sent it before. `acked`:
+        also what the site's workers were done with and is nowhere: it was lost before home had it."""
+        lane, state = self._names.lane_consumer(TRAIN, 1), self._state()
+        info = await across.call(f"STREAM.INFO.{lane.stream}")
+        gone: frozenset[int] = frozenset()
+        if info is not None and info["state"].get("num_deleted"):
+            info = await across.call(f"STREAM.INFO.{lane.stream}", {"deleted_details": True})
+            gone = frozenset(() if info is None else info["state"].get("deleted") or ())
+        done = await across.confirmed(lane.stream, lane.durable) if acked else 0
+        if not gone and not done:
             return
-        info = await across.call(f"STREAM.INFO.{stream}", {"deleted_details": True})
-        gone = frozenset() if info is None else frozenset(info["state"].get("deleted") or ())
-        state, again = self._state(), 0
-        for number, index, sequence in list(_told_by(state, across.domain, gone)):
-            query = {"last_by_subj": self._names.trajectory(number, index)}
-            if await self._bus.jetstream.get_from_leader(self._names.stream(TRAJECTORY), query) is not None:
+        again = 0
+        for number, index, sequence in list(_told_by(state, across.domain, gone, done)):
+            if await self._made(across, number, index, sequence):
                 continue
             group = state.groups.get(number)
             sample = group.samples[index] if group is not None and group.batch is None else None
@@ -178,7 +186,26 @@ class FarKeeper:
                 state.lost[number, index] = None
                 again += 1
         if again:
-            self._say.error("site_regressed", site=across.domain, stream=stream, issued_again=again)
+            self._say.error("site_regressed", site=across.domain, stream=lane.stream, issued_again=again)
+
+    async def _made(self, across: Across, group: int, sample: int, task_sequence: int) -> bool:
+        """Whether there is a trajectory of it, or a failure of this task, at home or on its way."""
+        trajectory = await self._last_of_each(across, TRAJECTORY, self._names.trajectory(group, sample))
+        if trajectory:
+            return True
+        for data in await self._last_of_each(across, OUTCOME, self._names.failure(group, sample)):
+            with contextlib.suppress(MalformedError):
+                outcome = decode_outcome(data)
+                if outcome.task_sequence == task_sequence:
+                    return True
+        return False
+
+    async def _last_of_each(self, across: Across, spec: StreamSpec, subject: str) -> list[bytes]:
+        """The subject's last message at the site and at home, where there is one."""
+        stream = self._names.stream(spec)
+        there = await across.last(stream, subject)  # first: what has gone from there is at home
+        here = await self._bus.jetstream.get_from_leader(stream, {"last_by_subj": subject})
+        return [data for data in (there, None if here is None else here.data) if data is not None]
 
     async def _fit_lane(self, across: Across) -> None:
         """Nothing is known of a site that isn't heard of: its lane stays as it was."""
@@ -209,11 +236,16 @@ class FarKeeper:
             await across.purge_subject(stream, self._names.subject(f"partial.{group}.*"))
 
 
-def _told_by(state: State, site: str, sequences: frozenset[int]) -> Iterator[tuple[int, int, int]]:
-    """(group, sample, task sequence) of what the site's workers were told of by these records, and hasn't been scored."""
+def _told_by(state: State, site: str, gone: frozenset[int], done: int) -> Iterator[tuple[int, int, int]]:
+    """(group, sample, task sequence) of what the site's workers are to make, neither scored nor failed nor cancelled, where the
+    task's record is among `gone`, or not above `done`."""
     for group in state.groups.values():
         if group.batch is not None:
             continue
         for index, sample in enumerate(group.samples):
-            if sample is not None and sample.scored is None and sample.site == site and sample.task_sequence in sequences:
+            if sample is None or sample.site != site or sample.scored is not None or sample.failing:
+                continue
+            if sample.cancelled >= sample.task_sequence:
+                continue
+            if sample.task_sequence in gone or sample.task_sequence <= done:
                 yield group.number, index, sample.task_sequence

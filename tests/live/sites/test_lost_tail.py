@@ -20,6 +20,8 @@ from towline.buffer.tails import QUIET_SECONDS
 from towline.bus.client import Bus
 from towline.bus.sites import sync_names
 from towline.bus.topology import CONTROL, DEAD, REPLICAS, TRAJECTORY
+from towline.contract.codec import encode
+from towline.contract.outcome import Failure
 from towline.contract.task import TRAIN
 from towline.errors import UnavailableError
 
@@ -176,31 +178,75 @@ async def _registered(bus: Bus, value: bytes) -> bool:
     return await bus.kv(REPLICAS).get("far") == value
 
 
+class Issued:
+    """Groups of one sample for the site's workers, each told of by a record in CONTROL."""
+
+    def __init__(self, home: Bus) -> None:
+        self.home, self.state = home, State()
+
+    async def issue(self, *groups: int) -> None:
+        for group in groups:
+            sequence = await self.home.publish(self.home.topology.task(TRAIN, site=SITE), b"%d" % group)
+            sample = Sample(task_sequence=sequence, not_before_depth=0, attempt=0, seed=0, site=SITE)
+            self.state.groups[group] = Group(group, TRAIN, 1, 0.0, None, None, [sample])
+
+    @property
+    def again(self) -> set[int]:
+        return {group for group, _ in self.state.lost}
+
+
 async def test_a_task_that_only_lost_records_told_the_site_of_is_issued_again(two: Pair) -> None:
     """The site's copy of CONTROL goes on after what home had sent it before, and never gets what lies between."""
     async with two.buses("buffer", "rollout-worker") as (home, site), two.buses("viewer", "viewer") as (_, far):
-        names, state = home.topology, State()
-        watching = keeper(home, Taken(home), state=state)
-
-        async def issue(group: int) -> None:
-            sequence = await home.publish(names.task(TRAIN, site=SITE), b"%d" % group)
-            sample = Sample(task_sequence=sequence, not_before_depth=0, attempt=0, seed=0, site=SITE)
-            state.groups[group] = Group(group, TRAIN, 1, 0.0, None, None, [sample])
-
-        await issue(0)
+        issued = Issued(home)
+        watching = keeper(home, Taken(home), state=issued.state)
+        await issued.issue(0)
         await count(far, CONTROL, 1)
         async with older(two):
-            for group in range(1, 5):
-                await issue(group)
+            await issued.issue(1, 2, 3, 4)
             await count(far, CONTROL, 5)
             await made(site, 2)
             await until(lambda: _has(home, 2))
             await until(lambda: _confirmed(home, 5))
-        await issue(5)
+        await issued.issue(5)
         await until(lambda: _ends_at(far, 6))
         assert [message.sequence async for message in far.read(CONTROL, follow=False)] == [1, 6]
         await watching.round()
-        assert set(state.lost) == {(group, 0) for group in (1, 3, 4)}, "home has the second's trajectory"
+        assert issued.again == {1, 3, 4}, "home has the second's trajectory"
+
+
+async def test_what_a_sites_workers_were_done_with_and_is_nowhere_is_issued_again_once_the_line_is_back(two: Pair) -> None:
+    """Their acks stood on the site's disk, what they acked didn't yet, and the line was cut."""
+    async with two.buses("buffer", "rollout-worker") as (home, site), two.buses("viewer", "viewer") as (_, far):
+        issued, names = Issued(home), home.topology
+        watching = keeper(home, Taken(home), state=issued.state)
+        await watching.round()
+        await issued.issue(*range(6))
+        await count(far, CONTROL, 6)
+        lane = await site.consumer(site.topology.lane_consumer(TRAIN, 8))
+        held = await lane.fetch(4, 5.0)
+        await made(site, 0)
+        await until(lambda: _has(home, 0))
+        two.cut()
+        await made(site, 1)
+        failed = Failure(
+            run=two.run, lane=TRAIN, group=2, sample=0, task_sequence=held[2].sequence, delivery=1, stage="generate", reason="e",
+            replica="w",
+        )  # fmt: skip
+        await site.publish(names.failure(2, 0), encode(failed))
+        for delivery in held:
+            await delivery.ack()
+        await watching.round()
+        assert issued.again == set(), "the line is cut"
+        two.heal()
+
+        async def back() -> bool:
+            await watching.round()
+            return bool(issued.again)
+
+        await until(back)
+        assert issued.again == {3}, "of the others there is a trajectory, or a failure, or they are still to be made"
+        await lane.close()
 
 
 async def _confirmed(bus: Bus, sequence: int) -> bool:
