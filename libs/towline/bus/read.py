@@ -233,3 +233,10 @@ class OrderedReader:
             subject = f"$JS.API.CONSUMER.DELETE.{self._stream}.{self._consumer}"
             with contextlib.suppress(UnavailableError):
                 await self._connection.request(subject, b"", seconds=_DELETE_SECONDS)
+
+
+class Unfetched(OrderedReader):
+    """Messages as they stand: a payload that was moved to a blob is empty, and `BLOB_HEADER` names it."""
+
+    async def _payload(self, message: Msg, headers: dict[str, str]) -> bytes:
+        return b""

@@ -6,7 +6,8 @@ the state forget those batches' groups; so what the state still holds is open in
 
     CONTROL     min(newest snapshot's covers + 1, the batch of the oldest retained checkpoint, the oldest open group's first task)
     OUTCOME     the snapshot's outcome cursor + 1
-    TRAJECTORY  min(reward's ack floor + 1, the first row of any group that is open or in a batch that isn't final)
+    TRAJECTORY  min(reward's ack floor + 1, the first row of any group that is open or in a batch that isn't final;
+                where reward compares a group's samples, the first one below that may still be scored: unscored.py)
 
 Example: covers 900, checkpoints at depths 10 and 20, batch 9 at CONTROL 400, an open group from 350 on: CONTROL's floor is 350.
 """

@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 
 import structlog
 
 from towline.buffer.far import Taken
 from towline.buffer.floors import Floors, floors
 from towline.buffer.state import State
+from towline.buffer.unscored import first_unscored
 from towline.bus.client import Bus
-from towline.bus.read import OrderedReader
+from towline.bus.read import Unfetched
 from towline.bus.sites import GATHERED
 from towline.bus.topology import CONTROL, DEAD, OUTCOME, TRAJECTORY, StreamSpec
 from towline.bus.wire import BLOB_HEADER, NOT_FOUND, ApiError
@@ -36,7 +38,11 @@ _POLL_SECONDS = 0.05
 class Janitor:
     """`run` until cancelled; `sweep` once. `swept` is what the last sweep left as the streams' first sequences."""
 
-    def __init__(self, bus: Bus, objects: ObjectStore, state: Callable[[], State]) -> None:
+    def __init__(
+        self, bus: Bus, objects: ObjectStore, state: Callable[[], State], *, unscored_seconds: float | None = None
+    ) -> None:
+        """`unscored_seconds`: reward acknowledges trajectories before it scores them (`reward.scope = "group"`), and those of an
+        external group are kept so long; None: it never does."""
         self.swept: Floors | None = None
         self.blobs_deleted = 0
         self._bus = bus
@@ -44,6 +50,7 @@ class Janitor:
         self._run = bus.topology.run
         self._blobs = Blobs(objects, self._run)
         self._state = state
+        self._unscored_seconds = unscored_seconds
         self.taken = Taken(bus)
         """What the sites may purge in turn (far.py): said before it goes here, so that a crash in between only repeats it."""
         self._readable = b""
@@ -70,11 +77,18 @@ class Janitor:
         if snapshot is None or not await self._caught_up(known):
             return None
         found = floors(self._state(), covers=snapshot.covers, outcome_cursor=snapshot.outcome_cursor, reward_floor=reward_floor)
+        if self._unscored_seconds is not None:
+            found = replace(found, trajectory=await self._first_unscored(found.trajectory))
         await self._purge(TRAJECTORY, found.trajectory)
         await self._purge(OUTCOME, found.outcome)
         await self._purge(CONTROL, found.control)
         self.swept = found
         return found
+
+    async def _first_unscored(self, below: int) -> int:
+        assert self._unscored_seconds is not None
+        first = (await self._bus.stream_state(TRAJECTORY)).first_sequence
+        return await first_unscored(self._bus, self._state(), first, below, self._unscored_seconds) if first < below else below
 
     async def _reward_floor(self) -> int | None:
         spec = self._bus.topology.reward_consumer()
@@ -151,7 +165,7 @@ class Janitor:
     async def _names(self, spec: StreamSpec, first: int, floor: int | None) -> AsyncGenerator[str, None]:
         """The blobs that the messages [first, floor) name: payloads, and the states of snapshot records."""
         stream = self._bus.topology.stream(spec)
-        reader = _Unfetched(self._bus.jetstream, stream, None, start=first, follow=False)
+        reader = Unfetched(self._bus.jetstream, stream, None, start=first, follow=False)
         async with contextlib.aclosing(reader.messages()) as messages:
             async for message in messages:
                 if floor is not None and message.sequence >= floor:
@@ -162,10 +176,3 @@ class Janitor:
                     record = decode_control(message.data)
                     if isinstance(record, SnapshotRecord) and record.blob != self._readable:
                         yield record.blob.hex()
-
-
-class _Unfetched(OrderedReader):
-    """Messages as they stand: what names a blob isn't fetched."""
-
-    async def _payload(self, message: object, headers: dict[str, str]) -> bytes:
-        return b""

@@ -76,7 +76,10 @@ class Leader:
         self.state = State()
         self.lineage = Lineage()
         self.fleet = Fleet(bus, settings.rollout.ack_wait_seconds, settings.buffer.site_silent_seconds)
-        self.janitor = Janitor(bus, objects, lambda: self.state)
+        self.janitor = Janitor(
+            bus, objects, lambda: self.state,
+            unscored_seconds=settings.buffer.group_deadline_seconds if settings.reward.scope == "group" else None,
+        )  # fmt: skip
         self.far = FarKeeper(
             bus, lambda: self.state, lambda: self.fleet.presence, self.janitor.taken, lambda: self.janitor.control_floor,
             ack_wait_seconds=settings.rollout.ack_wait_seconds, keep_history=settings.buffer.keep_history,

@@ -156,7 +156,10 @@ class Fleet(Part):
             reward=float(task.seed % 5) / 4 if reward is None else reward, verifier="scripted", policy_tokens=2, total_tokens=4,
             version_spans=(VersionSpan(2, 4, version, "start"),), finish="stop",
         )  # fmt: skip
-        await self.bus.create(topology.score(task.group, task.sample), encode(score))
+        await self.score(task, encode(score))
+
+    async def score(self, task: Task, data: bytes) -> None:
+        await self.bus.create(self.bus.topology.score(task.group, task.sample), data)
 
 
 def trajectory_of(task: Task, task_sequence: int, version: int) -> Trajectory:

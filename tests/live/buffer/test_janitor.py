@@ -18,6 +18,7 @@ from towline.buffer.state import State
 from towline.bus.topology import CONTROL, OUTCOME, PARTIAL, TRAJECTORY
 from towline.config import BusSettings, Settings, StoreSettings
 from towline.contract.entries import LogEntry, VersionEntry
+from towline.contract.task import Task
 from towline.store.blobs import Blobs
 from towline.store.log import Log
 
@@ -113,6 +114,68 @@ async def test_history_that_no_restart_needs_goes_and_the_audit_says_so(
     assert last.finished
     assert last.depth == 20
     assert leader.janitor.blobs_deleted > 0 or len(blobs) < 20
+
+
+class ComparingFleet(Fleet):
+    """Scores a group once all of its trajectories are there, as reward does where the verifier compares. One sample is kept
+    back."""
+
+    def __init__(self, bus: Any, objects: Any, settings: Settings, kept_back: tuple[int, int]) -> None:
+        super().__init__(bus, objects, settings)
+        self.kept_back, self.release = kept_back, asyncio.Event()
+        self.scores: dict[int, list[tuple[str, bytes]]] = {}
+        self.later: asyncio.Task[None] | None = None
+
+    async def publish(self, task: Task, task_sequence: int, version: int, *, reward: float | None = None) -> None:
+        if (task.group, task.sample) == self.kept_back and self.later is None:
+            self.later = asyncio.create_task(self._publish_later(task, task_sequence, version))
+            return
+        await super().publish(task, task_sequence, version, reward=reward)
+
+    async def _publish_later(self, task: Task, task_sequence: int, version: int) -> None:
+        await self.release.wait()
+        await super().publish(task, task_sequence, version)
+
+    async def score(self, task: Task, data: bytes) -> None:
+        waiting = self.scores.setdefault(task.group, [])
+        waiting.append((self.bus.topology.score(task.group, task.sample), data))
+        if len(waiting) == task.group_size:
+            for subject, one in waiting:
+                await self.bus.create(subject, one)
+
+
+async def test_what_reward_acknowledged_unscored_stays_until_its_group_is_scored(
+    run_name: str, bus_settings: BusSettings, file_store_settings: StoreSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verifier that compares scores a group with its last sample; the others, acknowledged before, stand nowhere else."""
+    monkeypatch.setattr("towline.buffer.janitor.JANITOR_SECONDS", 3600.0)
+    settings = purging(run_name, bus_settings, file_store_settings, 30)
+    settings = settings.model_copy(update={"reward": settings.reward.model_copy(update={"scope": "group"})})
+    async with connected(settings) as (bus, objects):
+        await seed(objects, run_name)
+        trainer = CheckpointingTrainer(bus, objects, settings)
+        fleet = ComparingFleet(bus, objects, settings, kept_back=(2, 1))
+        async with working(fleet), leading(settings, bus, objects) as leader:
+            await trainer.train(until_depth=12)
+            await settled(bus, leader)
+            await acknowledge_rewards(bus)
+            await until(lambda: leader.state.floor_depth >= 8)
+            kept = await bus.last(TRAJECTORY, bus.topology.trajectory(2, 0))
+            assert kept is not None
+            assert leader.state.groups[2].scores == 0
+            found = await leader.janitor.sweep()
+            assert found is not None
+            assert found.trajectory == kept.sequence == (await bus.stream_state(TRAJECTORY)).first_sequence
+            assert kept.sequence > 1
+            fleet.release.set()
+            await until(lambda: 2 not in leader.state.groups or leader.state.groups[2].complete)
+            await trainer.train(until_depth=16)
+            await settled(bus, leader)
+            await acknowledge_rewards(bus)
+            await until(lambda: leader.state.floor_depth >= 12)
+            found = await leader.janitor.sweep()
+            assert found is not None
+            assert found.trajectory > kept.sequence + 20
 
 
 async def test_kept_history_is_never_purged(run_name: str, bus_settings: BusSettings, file_store_settings: StoreSettings) -> None:
