@@ -306,6 +306,11 @@ async def test_a_long_run_of_two_sites_fits_into_streams_that_hold_a_part_of_it(
             await asyncio.gather(judging, return_exceptions=True)
             report = await audit(bus, Log(objects, run_name), settings)
             kept = (await site.stream_state(TRAJECTORY)).messages
+            info = await bus.jetstream.call("look", f"STREAM.INFO.{bus.topology.stream(TRAJECTORY)}")
+            assert info["config"]["sources"][0]["consumer"]["name"] == f"sync-{SITE}", (
+                "a site that lost nothing was taken in anew"
+            )
+            assert leader.far.trouble == ""
     assert report.clean, report.lines()
     assert report.finished
     assert kept < len(far.made), "the site's stream holds all that was ever made there"

@@ -13,13 +13,15 @@ import pytest
 from live.sites.pair import SITE, Pair, pair
 from live.sites.test_far import count, first, keeper, purge, subjects
 from support.waiting import until
+from towline.access.nats import permissions
+from towline.access.roles import BUFFER, ROLES
 from towline.buffer.far import FarKeeper, Taken
 from towline.buffer.groups import Group, Sample
 from towline.buffer.state import State
 from towline.buffer.tails import QUIET_SECONDS
 from towline.bus.client import Bus
 from towline.bus.sites import sync_names
-from towline.bus.topology import CONTROL, DEAD, REPLICAS, TRAJECTORY
+from towline.bus.topology import CONTROL, DEAD, REPLICAS, TRAJECTORY, Topology
 from towline.contract.codec import encode
 from towline.contract.outcome import Failure
 from towline.contract.task import TRAIN
@@ -280,3 +282,17 @@ async def test_when_no_consumer_is_left_the_state_says_so_and_nothing_goes_at_th
         assert watching.trouble.startswith("site_regressed: ")
         assert "another name" in watching.trouble
         assert await first(far, TRAJECTORY) == 1
+
+
+def test_the_consumers_that_may_follow_are_kept_from_whoever_reads_at_home() -> None:
+    """Who made one there could say what home takes for the site's word."""
+    topology = Topology("run")
+    stream = topology.stream(TRAJECTORY)
+    for role in ROLES:
+        granted = permissions(role, ["run"], [SITE])
+        for name in sync_names(SITE)[1:]:
+            made_at_home = f"$JS.API.CONSUMER.CREATE.{stream}.{name}"
+            wild = f"$JS.API.CONSUMER.CREATE.{stream}.*"
+            assert made_at_home not in granted.publish
+            assert wild not in granted.publish or made_at_home in granted.publish_deny, role
+            assert (f"$JS.{SITE}.API.CONSUMER.CREATE.{stream}.{name}" in granted.publish) == (role == BUFFER)
