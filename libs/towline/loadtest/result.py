@@ -108,14 +108,14 @@ def new_result(scenario: Scenario, kind: str | None = None) -> Result:
 def read_result(path: Path) -> Result:
     try:
         tree = json.loads(path.read_text())
-        if tree.get("schema") != SCHEMA:
-            raise UsageError(f"{path}: schema {tree.get('schema')}; this Towline reads {SCHEMA}", code="result_schema")
+        if tree["schema"] != SCHEMA:
+            raise UsageError(f"{path}: schema {tree['schema']}; this Towline reads {SCHEMA}", code="result_schema")
         return Result(**tree)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; give a result-NNN.json, or their folder", code="result") from None
     except ValueError as error:  # JSON that ends too soon, or no JSON
         raise UsageError(f"{path}: not a load test's result, or not all of one: {error}", code="result") from None
-    except (TypeError, AttributeError):
+    except (TypeError, KeyError):
         raise UsageError(f"{path}: JSON, but not a load test's result", code="result") from None
 
 

@@ -119,9 +119,20 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({"schema": 99}))
     with pytest.raises(UsageError, match="schema 99"):
         read_result(path)
-    path.write_text("[]")
-    with pytest.raises(UsageError, match="not a load test's result"):
-        read_result(path)
+    for other in ("[]", "{}", "3", '{"schema": 1}', '{"a": 1}', "<html>", ""):
+        path.write_text(other)
+        with pytest.raises(UsageError, match="not a load test's result"):
+            read_result(path)
+
+
+def test_a_table_that_is_none_is_named(tmp_path: Path) -> None:
+    for text, says in (
+        ("load = 3\n", "load: must be a table"),
+        ("run = 3\n", "run: must be a table"),
+        ("prompts = []\n", "prompts"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            load_scenario(write(tmp_path, text))
 
 
 def test_the_fleet_that_the_settings_name_is_the_scenarios(tmp_path: Path) -> None:
