@@ -18,7 +18,9 @@ import typer
 from towline.cli.main import app
 from towline.cli.paths import fault_of, to_write
 from towline.cli.runs import _overrides
+from towline.config import load_settings
 from towline.errors import UsageError
+from towline.local.run_directory import RunDirectory
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo.toml"
 
@@ -257,6 +259,21 @@ def test_starting_the_command_imports_neither_torch_nor_a_client(tmp_path):
     code = f"import sys, towline.cli.main; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_run_whose_own_servers_are_down_is_called_that(tmp_path):
+    directory = RunDirectory(tmp_path / "runs" / "demo")
+    nats = directory.nats()
+    nats.folder.mkdir(parents=True)
+    nats._write({"ports": {"client": 9, "monitor": 10}, "pid": 0, "created": 0.0})
+    directory.save(load_settings(DEMO, {"bus.url": nats.url, "store.url": (tmp_path / "store").as_uri()}), DEMO)
+    for command in (("top", "demo"), ("init", "demo")):
+        done = towline(*command, cwd=tmp_path)
+        assert done.returncode == 2
+        assert done.stderr.startswith("run_down: run demo isn't up; `towline up`")
+    assert towline("status", "demo", cwd=tmp_path).stdout == "run demo is stopped; `towline up` goes on with it\n"
+    directory.summary_path.write_text("{}")
+    assert towline("status", "demo", cwd=tmp_path).stdout == "run demo is finished; `towline run list` has its outcome\n"
 
 
 def test_an_unexpected_error_is_one_line_and_its_traceback_is_kept(tmp_path):
