@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import structlog
 
 from towline.buffer.leftovers import is_closed
 from towline.buffer.presence import Presence
 from towline.buffer.state import State
-from towline.buffer.tails import Compared, Regressed, Spec, Tails
+from towline.buffer.tails import IN_FLIGHT, Compared, Regressed, Spec, Tails
 from towline.bus.across import Across
 from towline.bus.client import Bus
 from towline.bus.origins import Way, origins
@@ -89,7 +89,7 @@ class FarKeeper:
 
     @property
     def trouble(self) -> str:
-        """A named state, `name: what it means`: of a site that lost messages, until all that it has is taken in again."""
+        """A named state, `name: what it means`, as the last round found it; empty where every site is what it was."""
         return next(iter(self._troubles.values()), "")
 
     async def run(self) -> None:
@@ -176,36 +176,39 @@ class FarKeeper:
         done = await across.confirmed(lane.stream, lane.durable) if acked else 0
         if not gone and not done:
             return
-        again = 0
-        for number, index, sequence in list(_told_by(state, across.domain, gone, done)):
-            if await self._made(across, number, index, sequence):
-                continue
-            group = state.groups.get(number)
-            sample = group.samples[index] if group is not None and group.batch is None else None
-            if sample is not None and sample.scored is None and sample.task_sequence == sequence:
-                state.lost[number, index] = None
-                again += 1
+        gate = asyncio.Semaphore(IN_FLIGHT)
+
+        async def missing(group: int, index: int, sequence: int) -> bool:
+            async with gate:
+                return not await self._made(across, group, index, sequence)
+
+        told = list(_told_by(state, across.domain, gone, done))
+        found = await asyncio.gather(*(missing(*one) for one in told))
+        still = set(_told_by(state, across.domain, gone, done))  # what has come meanwhile isn't missing
+        again = [one for one, is_missing in zip(told, found, strict=True) if is_missing and one in still]
+        state.lost.update(((group, index), None) for group, index, _ in again)
         if again:
-            self._say.error("site_regressed", site=across.domain, stream=lane.stream, issued_again=again)
+            self._say.error("site_regressed", site=across.domain, stream=lane.stream, issued_again=len(again))
 
     async def _made(self, across: Across, group: int, sample: int, task_sequence: int) -> bool:
         """Whether there is a trajectory of it, or a failure of this task, at home or on its way."""
-        trajectory = await self._last_of_each(across, TRAJECTORY, self._names.trajectory(group, sample))
-        if trajectory:
+        async for _ in self._last_of_each(across, TRAJECTORY, self._names.trajectory(group, sample)):
             return True
-        for data in await self._last_of_each(across, OUTCOME, self._names.failure(group, sample)):
+        async for data in self._last_of_each(across, OUTCOME, self._names.failure(group, sample)):
             with contextlib.suppress(MalformedError):
-                outcome = decode_outcome(data)
-                if outcome.task_sequence == task_sequence:
+                if decode_outcome(data).task_sequence == task_sequence:
                     return True
         return False
 
-    async def _last_of_each(self, across: Across, spec: StreamSpec, subject: str) -> list[bytes]:
-        """The subject's last message at the site and at home, where there is one."""
+    async def _last_of_each(self, across: Across, spec: StreamSpec, subject: str) -> AsyncIterator[bytes]:
+        """The subject's last message at home and at the site, where there is one."""
         stream = self._names.stream(spec)
-        there = await across.last(stream, subject)  # first: what has gone from there is at home
         here = await self._bus.jetstream.get_from_leader(stream, {"last_by_subj": subject})
-        return [data for data in (there, None if here is None else here.data) if data is not None]
+        if here is not None:
+            yield here.data
+        there = await across.last(stream, subject)
+        if there is not None:
+            yield there
 
     async def _fit_lane(self, across: Across) -> None:
         """Nothing is known of a site that isn't heard of: its lane stays as it was."""

@@ -11,6 +11,7 @@ both have. What home has twice then is harmless: the first score of a sample sta
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +29,9 @@ from towline.errors import InvariantError, MissingError, UnavailableError
 
 QUIET_SECONDS = 1.0
 """A machine that lost its last writes, by a power cut or an older disk, isn't back sooner."""
-KEPT = 256
-"""Marks of one way. They lie at least QUIET_SECONDS apart, but for the newest."""
+KEPT = 128
+"""Marks of one way, the newest ones. A buffer that begins compares them all, so many messages go over the line."""
+IN_FLIGHT = 16
 _say = structlog.get_logger("towline.buffer.far")
 
 Spec = StreamSpec | BucketSpec
@@ -91,16 +93,19 @@ class Tails:
         way, last = way_of(consumer, info["created"]), int(info["state"]["last_seq"])
         marks = self._marks_of(site, stream, way)
         newest = max((mark.origin.sequence for mark in marks if mark.content is not None), default=0)
-        same, lost = 0, 0
-        for mark in marks:
-            sequence = mark.origin.sequence
-            if mark.looked_at and sequence != newest and sequence <= last:
-                continue
-            verdict = False if sequence > last else await self._is_same(across, stream, mark)
-            if verdict:
-                same = max(same, sequence)
-            elif verdict is False:
-                lost = min(lost, sequence) if lost else sequence
+        gate = asyncio.Semaphore(IN_FLIGHT)
+
+        async def verdict(mark: Mark) -> bool | None:
+            if mark.origin.sequence > last:
+                return False
+            if mark.looked_at and mark.origin.sequence != newest:
+                return None
+            async with gate:
+                return await self._is_same(across, stream, mark)
+
+        verdicts = await asyncio.gather(*(verdict(mark) for mark in marks))
+        same = max((mark.origin.sequence for mark, found in zip(marks, verdicts, strict=True) if found), default=0)
+        lost = min((mark.origin.sequence for mark, found in zip(marks, verdicts, strict=True) if found is False), default=0)
         if not lost:
             return Compared(way, consumer, same, regressed=False)
         await self._take_in_again(across, stream, consumer, marks, last, lost)
