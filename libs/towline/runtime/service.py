@@ -38,6 +38,7 @@ from towline.runtime.metrics import Metrics
 from towline.runtime.metrics_catalogue import CATALOGUE
 from towline.runtime.metrics_common import CommonMetrics, MeteredStore
 from towline.runtime.tracing import Tracing, begin
+from towline.runtime.twins import own_name
 from towline.store.blobs import Blobs
 from towline.store.objects import ObjectStore, open_store
 
@@ -171,7 +172,8 @@ class _Life:
             return
         bus, objects = starting.result()
         try:
-            await self._serve(self._cls(self._settings, bus=bus, objects=objects, replica=self._replica))
+            async with own_name(self._settings.run.name, self._settings.bus.url, self._cls.name, self._replica):
+                await self._serve(self._cls(self._settings, bus=bus, objects=objects, replica=self._replica))
         finally:
             await bus.close()
             if self._tracing is not None:

@@ -146,6 +146,25 @@ async def test_a_service_tells_how_it_is_and_drains_on_sigterm(probes: Probes, b
     assert all(line["service"] == "probe" and line["replica"] == "0" and "at" in line for line in probe.out)
 
 
+async def test_two_processes_never_share_a_name(probes: Probes, bus: Bus) -> None:
+    """Both would write one status, and take one lease. Another name, another service's same name, and whoever comes after a
+    kill are free."""
+    first = probes.start("a")
+    await first.status(bus)
+    second = probes.start("a")
+    assert await second.ended() == 2
+    assert second.err == (
+        f"replica_twice: probe a of run {bus.topology.run} runs on this machine already, as process {first.process.pid}: start "
+        "this one under another name (--replica NAME), or stop that one\n"
+    )
+    await probes.start("b").status(bus)
+    assert first.process.poll() is None
+    first.process.kill()
+    third = probes.start("a")
+    await third.status(bus)
+    assert third.err == ""
+
+
 @pytest.mark.parametrize(
     ("behaviour", "code", "line"),
     [
