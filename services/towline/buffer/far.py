@@ -37,6 +37,7 @@ class Taken:
     """What of each site's streams home has taken in and needs no more: the highest sequence there, of each way."""
 
     def __init__(self, bus: Bus) -> None:
+        self.tails = Tails(bus)
         self._bus = bus
         self._newest: dict[tuple[str, StreamSpec, Way], int] = {}
 
@@ -49,6 +50,7 @@ class Taken:
         async with contextlib.aclosing(origins(self._bus.jetstream, stream, sites, start=start, end=end)) as messages:
             async for message, origin in messages:
                 after = message.sequence + 1
+                self.tails.note(stream, message, origin)
                 if origin is not None:
                     key = origin.site, spec, origin.way
                     self._newest[key] = max(self._newest.get(key, 0), origin.sequence)
@@ -78,7 +80,7 @@ class FarKeeper:
         self._names = bus.topology
         self._state, self._presence = state, presence
         self._taken, self._control_floor = taken, control_floor
-        self._tails = Tails(bus)
+        self._tails = taken.tails
         self._ack_wait_seconds = ack_wait_seconds
         self._keep_history = keep_history
         self._dead_next = 1

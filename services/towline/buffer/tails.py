@@ -72,16 +72,23 @@ class Tails:
         start = self._next.get(stream, 1)
         try:
             async for message, origin in origins(self._bus.jetstream, stream, self._bus.topology.sites, start=start):
-                self._next[stream] = message.sequence + 1
-                if origin is not None:
-                    marks = self._marks.setdefault((origin.site, stream, origin.way), deque(maxlen=KEPT))
-                    mark = Mark(message.sequence, message.at, origin)
-                    if marks and marks[-1].content is None and mark.at - marks[-1].at < QUIET_SECONDS:
-                        marks.pop()
-                    marks.append(mark)
+                self.note(stream, message, origin)
         except InvariantError:  # home's stream was lost, and begins anew
             self._next.pop(stream, None)
             self._marks = {key: marks for key, marks in self._marks.items() if key[1] != stream}
+
+    def note(self, stream: str, message: Message, origin: Origin | None) -> None:
+        """One of home's messages, in their order; the janitor says what it purges before a `read` has seen it."""
+        if message.sequence < self._next.get(stream, 1):
+            return
+        self._next[stream] = message.sequence + 1
+        if origin is None:
+            return
+        marks = self._marks.setdefault((origin.site, stream, origin.way), deque(maxlen=KEPT))
+        mark = Mark(message.sequence, message.at, origin)
+        if marks and not marks[-1].looked_at and mark.at - marks[-1].at < QUIET_SECONDS:
+            marks.pop()
+        marks.append(mark)
 
     async def look(self, across: Across, spec: Spec) -> Compared | None:
         """After `read`. None where the site hasn't got the stream, or home takes it in as runs of before did."""

@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from live.buffer.harness import connected, leading, seed, settings_for, working
 from live.sites.pair import SITE, Pair, pair
-from live.sites.test_far import Side, Unhurried, count, first, judge, keeper, purge, subjects
+from live.sites.test_far import count, first, keeper, purge, subjects
 from support.waiting import until
 from towline.access.nats import permissions
 from towline.access.roles import BUFFER, ROLES
-from towline.audit.run import audit
 from towline.buffer.far import FarKeeper, Taken
 from towline.buffer.groups import Group, Sample
 from towline.buffer.state import State
@@ -24,12 +22,10 @@ from towline.buffer.tails import QUIET_SECONDS
 from towline.bus.client import Bus
 from towline.bus.sites import sync_names
 from towline.bus.topology import CONTROL, DEAD, REPLICAS, TRAJECTORY, Topology
-from towline.config import StoreSettings
 from towline.contract.codec import encode
 from towline.contract.outcome import Failure
 from towline.contract.task import TRAIN
 from towline.errors import UnavailableError
-from towline.store.log import Log
 
 
 @pytest.fixture
@@ -300,50 +296,3 @@ def test_the_consumers_that_may_follow_are_kept_from_whoever_reads_at_home() -> 
             assert made_at_home not in granted.publish
             assert wild not in granted.publish or made_at_home in granted.publish_deny, role
             assert (f"$JS.{SITE}.API.CONSUMER.CREATE.{stream}.{name}" in granted.publish) == (role == BUFFER)
-
-
-@pytest.mark.slow
-async def test_a_run_whose_site_gets_an_older_disk_ends_whole(
-    tmp_path: Path, run_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every sample that is open at the end of it is scored, without a deadline's help."""
-    monkeypatch.setattr("towline.buffer.janitor.JANITOR_SECONDS", 0.3)
-    monkeypatch.setattr("towline.buffer.far.FAR_SECONDS", 0.3)
-    store = StoreSettings(url=(tmp_path / "store").as_uri())
-    async with pair(tmp_path, run_name, roles=False) as two:
-        await two.prepare()
-        settings = settings_for(
-            run_name, two.home, store, run={"steps": 20}, eval={"every": 0}, rollout={"ack_wait_seconds": 3.0},
-            buffer={
-                "group_size": 2, "groups_per_batch": 4, "max_staleness": 2, "snapshot_every_records": 12, "keep_history": False,
-            },
-        )  # fmt: skip
-        async with connected(settings) as (bus, objects), two.buses() as (home, site):
-            await seed(objects, run_name)
-            seen = set[tuple[int, int]]()
-            judging = asyncio.create_task(judge(home, run_name, seen))
-            far, near = Side(site, objects, settings, site=SITE), Side(home, objects, settings)
-            async with working(near), leading(settings, bus, objects) as leader:
-                async with working(far):
-                    await until(lambda: SITE in leader.fleet.presence.slots)
-                    await Unhurried(home, objects, settings).train(until_depth=4)
-                async with older(two):
-                    async with working(far):
-                        before = far.made & seen
-                        await Unhurried(home, objects, settings).train(until_depth=8)
-                        await until(lambda: len(far.made & seen) > len(before))
-                async with working(far):
-                    await Unhurried(home, objects, settings).train(until_depth=12)
-                    await until(lambda: _renewed(home))
-                    await Unhurried(home, objects, settings).train(until_depth=20)
-                    await until(lambda: leader.finished)
-            judging.cancel()
-            await asyncio.gather(judging, return_exceptions=True)
-            report = await audit(bus, Log(objects, run_name), settings)
-    assert report.clean, report.lines()
-    assert report.finished
-    assert "deadline" not in report.counts.dropped
-
-
-async def _renewed(bus: Bus) -> bool:
-    return [source["consumer"]["name"] for source in (await _config(bus))["sources"]] == [sync_names(SITE)[1]]
