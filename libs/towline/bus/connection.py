@@ -31,6 +31,8 @@ from towline.errors import UnavailableError, UsageError
 
 PING_SECONDS = 5
 FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.05, 2.0
+LOOK_SECONDS = 1.0
+"""Between two looks at a client that may have closed without a word."""
 _FLUSH_SECONDS = 2
 _NO_LIMIT = 1 << 30
 """For nats-py's own limits: what is in flight is bounded before it gets there (publish.py), what comes in is pulled."""
@@ -319,19 +321,34 @@ class Connection:
 
     def _closed_callback(self, client: Client) -> Callable[[], Awaitable[None]]:
         async def closed() -> None:
-            if self._client is not client:
-                return
-            self._connected.clear()
-            self._fail_pending(f"the connection to the bus at {self.address} was lost")
-            for listener in list(self._listeners):
-                listener()
-            self._lost.set()
+            if self._client is client:
+                self._note_loss()
 
         return closed
 
+    def _note_loss(self) -> None:
+        self._connected.clear()
+        self._fail_pending(f"the connection to the bus at {self.address} was lost")
+        for listener in list(self._listeners):
+            listener()
+        self._lost.set()
+
+    async def _await_loss(self) -> None:
+        """nats-py says that it has closed, but for one case: what it had still to send fails on the line that is dying, and ends
+        its closing before the end. So its client is looked at, too."""
+        while not self._lost.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self._lost.wait()
+            client = self._client
+            if self.connected and client is not None and client.is_closed:
+                _log.warning("bus_half_closed", address=self.address)
+                await _put_away(client)
+                self._note_loss()
+
     async def _maintain(self) -> None:
         while True:
-            await self._lost.wait()
+            await self._await_loss()
             delay = FIRST_DELAY_SECONDS
             while not self.connected:
                 try:
@@ -379,6 +396,20 @@ async def _end(client: Client) -> None:
     with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
         async with asyncio.timeout(_FLUSH_SECONDS):
             await client.close()
+
+
+async def _put_away(client: Client) -> None:
+    """End what a client left that didn't come to the end of its closing; nobody else looks at how its tasks ended."""
+    left = [task for task in (client._flusher_task, client._reading_task, client._ping_interval_task) if task is not None]
+    for task in left:
+        task.cancel()
+    if left:
+        await asyncio.wait(left, timeout=_FLUSH_SECONDS)
+    for task in left:
+        if task.done() and not task.cancelled():
+            task.exception()
+    if client._transport is not None:
+        client._transport.close()
 
 
 def _one_line(error: BaseException) -> str:
