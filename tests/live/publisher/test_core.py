@@ -377,7 +377,7 @@ def test_an_anchor_is_the_version_that_was_due_while_newer_ones_come(run: Run) -
     hint = run.log.read_hint()
     assert hint is not None
     assert (hint.number, hint.anchors) == (11, (0, 3, 6, 9))
-    assert [(s.kind, len(s.chain)) for s in plan(run.objects, run.log, 11)[:2]] == [("anchor", 2), ("anchor", 5)]
+    assert [(s.kind, len(s.chain)) for s in list(plan(run.objects, run.log, 11))[:2]] == [("anchor", 2), ("anchor", 5)]
 
 
 def test_a_new_publisher_goes_on_with_the_anchors_that_it_finds(run: Run) -> None:

@@ -21,7 +21,12 @@ from towline.bus.topology import TRAJECTORY
 from towline.contract.trajectory import decode_trajectory
 from towline.report.history import read_history
 
-PASSING = ("where", "at", "streams", "services")
+PASSING = ("where", "at", "streams", "services", "state")
+
+
+def _heed_interrupts() -> None:
+    """Also where the tests run in the background of a shell, which has them ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Shown:
@@ -34,6 +39,7 @@ class Shown:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "towline.cli.main", "ui", self._target,
             cwd=self._folder, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            preexec_fn=_heed_interrupts,
         )  # fmt: skip
         assert self._process.stdout is not None
         async with asyncio.timeout(60):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import towline.errors
+from support.waiting import until
 from towline.delta import codec
 from unit.delta.states import parts_of, random_state, step
 
@@ -146,7 +147,6 @@ class _Stop(Exception):
 @pytest.mark.parametrize(
     ("module", "service", "work"),
     [
-        ("towline.trainer.service", "TrainerService", "run_trainer"),
         ("towline.publisher.service", "PublisherService", "_publishing"),
         ("towline.rollout_worker.service", "RolloutWorkerService", "_worker"),
     ],
@@ -165,12 +165,18 @@ async def test_a_service_loads_its_kernels_before_it_works(
     made = object.__new__(getattr(loaded, service))
     made.draining = asyncio.Event()
     stand_in = SimpleNamespace(run=begins, not_ready="", drain=lambda: None)
-    if work == "run_trainer":
-        monkeypatch.setattr(loaded, work, begins)
-        made.settings = made.bus = made.objects = made.replica = made._figures = made._crew = None
-    else:
-        setattr(made, work, stand_in)
-        made.health = SimpleNamespace(ready=lambda: None, not_ready=lambda _: None)
+    setattr(made, work, stand_in)
+    made.health = SimpleNamespace(ready=lambda: None, not_ready=lambda _: None)
     with pytest.raises(_Stop):
         await made.run()
     assert order == ["warm", "work"]
+
+
+async def test_a_trainer_loads_its_kernels_after_its_learners_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside its first step: the first version is what needs them."""
+    loading, order = import_module("towline.trainer.loading"), []
+    monkeypatch.setattr(loading, "look_up", lambda *_: order.append("learner"))
+    monkeypatch.setattr(loading, "warm_up", lambda: order.append("kernels"))
+    loading.Loading("torch").wait()
+    assert order[:1] == ["learner"]
+    await until(lambda: order == ["learner", "kernels"])
