@@ -22,6 +22,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from towline.bus.address import without_user
+from towline.bus.ending import CLOSE_SECONDS, end, put_away
 from towline.bus.incoming import Receiver, parse_header_lines, without_queue
 from towline.bus.login import judge, login, new_client
 from towline.bus.outgoing import without_copies
@@ -33,7 +34,6 @@ PING_SECONDS = 5
 FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.05, 2.0
 LOOK_SECONDS = 1.0
 """Between two looks at a client that may have closed without a word."""
-_FLUSH_SECONDS = 2
 _NO_LIMIT = 1 << 30
 """For nats-py's own limits: what is in flight is bounded before it gets there (publish.py), what comes in is pulled."""
 
@@ -117,8 +117,8 @@ class Connection:
         if client is not None:
             if client.is_connected:
                 with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
-                    await client.flush(_FLUSH_SECONDS)
-            await _end(client)
+                    await client.flush(CLOSE_SECONDS)
+            await end(client)
         self._fail_pending("the bus client was closed")
 
     @property
@@ -295,15 +295,15 @@ class Connection:
                 for subscription in list(self._subscriptions.values()):
                     await self._start(client, subscription)
                 for _ in range(2):  # nats-py may take the answer to its first PING, when it's late, for the flush's
-                    await client.flush(_FLUSH_SECONDS)
+                    await client.flush(CLOSE_SECONDS)
                 if not client.is_connected:
                     raise nats.errors.ConnectionClosedError
                 if self._replies.subject in self._denied:  # no answer would ever come
-                    await _end(client)
+                    await end(client)
                     raise UsageError(self._refusal("subscription", self._replies.subject), code=DENIED_CODE)
         except (nats.errors.Error, OSError, TimeoutError) as error:
             reason = self.last_error if isinstance(error, nats.errors.NoServersError) and self.last_error else _one_line(error)
-            await _end(client)
+            await end(client)
             judge(self.address, reason)
             raise UnavailableError(
                 f"the bus at {self.address} can't be reached: {reason}; start a nats-server there or correct bus.url",
@@ -343,7 +343,7 @@ class Connection:
             client = self._client
             if self.connected and client is not None and client.is_closed:
                 _log.warning("bus_half_closed", address=self.address)
-                await _put_away(client)
+                await put_away(client)
                 self._note_loss()
 
     async def _maintain(self) -> None:
@@ -389,27 +389,6 @@ class Connection:
             about = "streams are made by `towline init`, which comes first, and again after changed settings"
         may = "publish to" if verb == "publish" else "subscribe to"
         return f"the bus refuses {who} to {may} {subject}: {about}"
-
-
-async def _end(client: Client) -> None:
-    """Close it, for at most two seconds: after a TLS handshake that failed nats-py would wait for ever."""
-    with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
-        async with asyncio.timeout(_FLUSH_SECONDS):
-            await client.close()
-
-
-async def _put_away(client: Client) -> None:
-    """End what a client left that didn't come to the end of its closing; nobody else looks at how its tasks ended."""
-    left = [task for task in (client._flusher_task, client._reading_task, client._ping_interval_task) if task is not None]
-    for task in left:
-        task.cancel()
-    if left:
-        await asyncio.wait(left, timeout=_FLUSH_SECONDS)
-    for task in left:
-        if task.done() and not task.cancelled():
-            task.exception()
-    if client._transport is not None:
-        client._transport.close()
 
 
 def _one_line(error: BaseException) -> str:

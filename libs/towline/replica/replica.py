@@ -34,6 +34,7 @@ from towline.replica.proof import Proof, prove
 from towline.replica.registry import Registry
 from towline.replica.states import State, StateMachine
 from towline.replica.target import EvalHolds, Subscription, choose
+from towline.replica.verdicts import Verdicts
 from towline.spans import Span
 from towline.store.lineage import Lineage
 from towline.store.log import Log
@@ -105,9 +106,7 @@ class Replica:
         self._good: Copy | None = None
         """Of the version that is served."""
         self._history: deque[Served] = deque(maxlen=ACK_HISTORY)
-        self._proved: set[int] = set()
-        """Every version that was served here."""
-        self._proving: tuple[int, asyncio.Future[bool]] | None = None
+        self._verdicts = Verdicts()
         self._followed = False
         self._news = asyncio.Event()
 
@@ -145,12 +144,7 @@ class Replica:
 
     async def vouched(self, versions: Iterable[int]) -> bool:
         """Whether the engine proved each of these versions; waits while one is being proved."""
-        for version in versions:
-            if self._proving is not None and self._proving[0] == version:
-                await asyncio.shield(self._proving[1])
-            if version not in self._proved:
-                return False
-        return True
+        return await self._verdicts.vouched(versions)
 
     def hold(self, version: int, until: float | None) -> None:
         """Put off any newer version until then (monotonic clock); None: no longer."""
@@ -269,7 +263,7 @@ class Replica:
         copy, before = taken.copy, self._good
         mode: Mode = self._mode if self.version is not None else "initial"
         changed = await self._preparer.changed(taken, before, self._engine.version)
-        self._proving = copy.version, asyncio.get_running_loop().create_future()
+        self._verdicts.begin(copy.version)
         try:
             with spans.child("engine.activate", "client"):
                 activation = await self._write(copy, changed)
@@ -330,7 +324,7 @@ class Replica:
     async def _advertise(self, taken: Taken, activation: Activation, proof: Proof, mode: Mode) -> None:
         """The engine serves the version: say so, and acknowledge it."""
         copy, figures, now = taken.copy, self.figures, time.time()
-        self._judged(copy.version, good=True)
+        self._verdicts.judge(copy.version, good=True)
         self._holds.serve(copy.version, time.monotonic())
         self.version = copy.version
         figures.activations += 1
@@ -368,13 +362,7 @@ class Replica:
     def _fail(self, version: int, why: str) -> None:
         _log.error("version_failed", version=version, reason=why)
         self.figures.failed[version] = why
-        self._judged(version, good=False)
-
-    def _judged(self, version: int, *, good: bool) -> None:
-        (self._proved.add if good else self._proved.discard)(version)
-        if self._proving is not None and self._proving[0] == version:
-            self._proving[1].set_result(good)
-            self._proving = None
+        self._verdicts.judge(version, good=False)
 
     def _back(self, tried: int | None = None) -> None:
         """To what was served before; by way of `failed` where the version that was tried did."""
