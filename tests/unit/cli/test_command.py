@@ -8,6 +8,8 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from towline.cli.runs import _overrides
 from towline.config import load_settings
 from towline.errors import UsageError
 from towline.local.run_directory import RunDirectory
+
+NOBODY = 65534
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo.toml"
 
@@ -142,11 +146,40 @@ def test_every_option_that_names_an_output_is_looked_at_before_the_work():
         assert one.callback(None, one, Path("new/x")) == Path("new/x"), name
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_an_output_that_may_not_be_written_is_refused(tmp_path):
-    (tmp_path / "shut").mkdir(mode=0o500)
-    with pytest.raises(UsageError, match="you may not write into"):
-        to_write(tmp_path / "shut/x")
+@pytest.fixture
+def anybody():
+    """Runs a check as a user who may not write everywhere: root, whom nothing is shut to, runs it as another one."""
+
+    def run(check):
+        if os.geteuid() != 0:
+            check()
+            return
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setgroups([])
+                os.setresgid(NOBODY, NOBODY, NOBODY)
+                os.setresuid(NOBODY, NOBODY, NOBODY)
+                check()
+            except BaseException:  # noqa: BLE001  a forked child must not go on as pytest
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+
+    return run
+
+
+def test_an_output_that_may_not_be_written_is_refused(anybody):
+    def check():
+        with pytest.raises(UsageError, match="you may not write into"):
+            to_write(shut / "x")
+
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path is for its owner alone
+        os.chmod(folder, 0o755)
+        shut = Path(folder) / "shut"
+        shut.mkdir(mode=0o555)
+        anybody(check)
 
 
 def test_a_fault_of_a_path_that_the_user_named_needs_no_traceback(tmp_path, monkeypatch):
