@@ -74,6 +74,14 @@ async def settled(bus: Any, leader: Any) -> None:
     await until(still)
 
 
+async def trained_and_scored(bus: Any, leader: Any, trainer: Trainer, *, depth: int, final: int) -> None:
+    """The run is at `depth`, reward has acknowledged all there is, and batches below `final` are final."""
+    await trainer.train(until_depth=depth)
+    await settled(bus, leader)
+    await acknowledge_rewards(bus)
+    await until(lambda: leader.state.floor_depth >= final)
+
+
 async def test_history_that_no_restart_needs_goes_and_the_audit_says_so(
     run_name: str, bus_settings: BusSettings, file_store_settings: StoreSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,10 +92,7 @@ async def test_history_that_no_restart_needs_goes_and_the_audit_says_so(
         trainer = CheckpointingTrainer(bus, objects, settings)
         async with working(Fleet(bus, objects, settings, fail_every=9)):
             async with leading(settings, bus, objects) as leader:
-                await trainer.train(until_depth=12)
-                await settled(bus, leader)
-                await acknowledge_rewards(bus)
-                await until(lambda: leader.state.floor_depth >= 8)
+                await trained_and_scored(bus, leader, trainer, depth=12, final=8)
                 found = await leader.janitor.sweep()
                 assert found is not None
                 firsts = [(await bus.stream_state(spec)).first_sequence for spec in (CONTROL, OUTCOME, TRAJECTORY)]
@@ -156,10 +161,7 @@ async def test_what_reward_acknowledged_unscored_stays_until_its_group_is_scored
         trainer = CheckpointingTrainer(bus, objects, settings)
         fleet = ComparingFleet(bus, objects, settings, kept_back=(2, 1))
         async with working(fleet), leading(settings, bus, objects) as leader:
-            await trainer.train(until_depth=12)
-            await settled(bus, leader)
-            await acknowledge_rewards(bus)
-            await until(lambda: leader.state.floor_depth >= 8)
+            await trained_and_scored(bus, leader, trainer, depth=12, final=8)
             kept = await bus.last(TRAJECTORY, bus.topology.trajectory(2, 0))
             assert kept is not None
             assert leader.state.groups[2].scores == 0
@@ -169,10 +171,7 @@ async def test_what_reward_acknowledged_unscored_stays_until_its_group_is_scored
             assert kept.sequence > 1
             fleet.release.set()
             await until(lambda: 2 not in leader.state.groups or leader.state.groups[2].complete)
-            await trainer.train(until_depth=16)
-            await settled(bus, leader)
-            await acknowledge_rewards(bus)
-            await until(lambda: leader.state.floor_depth >= 12)
+            await trained_and_scored(bus, leader, trainer, depth=16, final=12)
             found = await leader.janitor.sweep()
             assert found is not None
             assert found.trajectory > kept.sequence + 20
