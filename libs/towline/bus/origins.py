@@ -12,10 +12,8 @@ import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple
 
-from nats.aio.msg import Msg
-
 from towline.bus.jetstream import JetStream
-from towline.bus.read import OrderedReader
+from towline.bus.read import Unfetched
 from towline.bus.sites import domain_api
 from towline.bus.wire import Message
 
@@ -50,7 +48,7 @@ async def origins(
 ) -> AsyncGenerator[tuple[Message, Origin | None], None]:
     """Home's messages [start, end), without their data; None for what didn't come from one of the sites."""
     by_hash = {api_hash(domain_api(site)): site for site in sites}
-    reader = _Headers(jetstream, stream, None, start=start, follow=False, headers_only=True)
+    reader = Unfetched(jetstream, stream, None, start=start, follow=False, headers_only=True)
     async with contextlib.aclosing(reader.messages()) as messages:
         async for message in messages:
             if end is not None and message.sequence >= end:
@@ -108,8 +106,3 @@ def api_hash(prefix: str) -> str:
     """
     digest = hashlib.sha256(prefix.encode()).digest()
     return "".join(_DIGITS[byte % len(_DIGITS)] for byte in digest[:_HASH_LENGTH])
-
-
-class _Headers(OrderedReader):
-    async def _payload(self, message: Msg, headers: dict[str, str]) -> bytes:
-        return b""  # what names a blob isn't fetched
