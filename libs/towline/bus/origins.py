@@ -56,20 +56,6 @@ async def origins(
             yield message, _origin(message.headers.get(SOURCE, ""), by_hash)
 
 
-async def newest_taken(
-    jetstream: JetStream, stream: str, sites: Sequence[str], *, start: int, end: int | None = None
-) -> tuple[dict[str, int], int]:
-    """Site -> its highest sequence among home's messages [start, end), without their data; and the first sequence not read."""
-    found: dict[str, int] = {}
-    after = start
-    async with contextlib.aclosing(origins(jetstream, stream, sites, start=start, end=end)) as messages:
-        async for message, origin in messages:
-            after = message.sequence + 1
-            if origin is not None:
-                found[origin.site] = max(found.get(origin.site, 0), origin.sequence)
-    return found, after
-
-
 def parse_source(header: str) -> tuple[str, int] | None:
     """(hash of the API prefix, sequence there); None for what didn't come from another domain.
 

@@ -14,6 +14,7 @@ import pytest
 from live.buffer.harness import SLOTS, Fleet, connected, leading, seed, settings_for, trajectory_of, working
 from live.buffer.test_janitor import CheckpointingTrainer
 from live.sites.pair import SITE, Pair, pair
+from support.taken import newest_taken
 from support.waiting import until
 from towline.audit.run import audit
 from towline.buffer.far import FarKeeper, Taken
@@ -21,7 +22,7 @@ from towline.buffer.presence import Presence
 from towline.buffer.state import State
 from towline.bus.across import Across
 from towline.bus.client import Bus
-from towline.bus.origins import newest_taken, way_of
+from towline.bus.origins import way_of
 from towline.bus.topology import CONTROL, DEAD, PARTIAL, REPLICAS, TRAJECTORY, StreamSpec
 from towline.config import StoreSettings
 from towline.contract.codec import digest, encode

@@ -25,11 +25,11 @@ from live.sites.whole import FAR, NEAR, SAMPLES, converged, delivered, look, sta
 from live.sites.whole import settings_of as run_settings
 from live.worker.fleet import RealVersions
 from support.servers import running
+from support.taken import newest_taken
 from support.waiting import until
 from towline.access.init import prepare_bus
 from towline.access.sites import SEED_VARIABLE, home_config, leaf_users, site_config
 from towline.bus.client import Bus
-from towline.bus.origins import newest_taken
 from towline.bus.topology import ACKS, CONTROL, POLICY, REPLICAS, STATUS, TRAJECTORY
 from towline.config import BusSettings, StoreSettings
 from towline.contract.policy import decode_ack
